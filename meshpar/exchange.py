@@ -1,0 +1,257 @@
+"""`fetch`: the one communication primitive for space, and its transpose.
+
+Invariant: every rank of the axis calls `fetch` with the same `have` and `want`. All sends are posted before all
+receives, one message a peer, in rank order; peers are ranks of the axis's own group. Both directions are custom ops,
+opaque to the compiler and differentiable any number of times, since each is the other's derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar import private, record
+from meshpar.errors import PeerError, explain
+from meshpar.intervals import Interval, Rows, interval_rows
+from meshpar.plans import OWN, PADDING, Copy, Plan, decode, encode, make_plan
+
+
+def fetch(
+    x: Tensor,
+    dim: int,
+    have: Sequence[Interval],
+    want: Sequence[Interval | Rows],
+    group: dist.ProcessGroup,
+    *,
+    axis: str = "domain",
+    op: str = "fetch",
+    fill: float = 0.0,
+) -> Tensor:
+    """Give this rank the rows that it asks for, from the ranks that own them.
+
+    Args:
+        x: local tensor of any dtype; along `dim` it holds the rows `have[me]`.
+        dim: dim of the rows.
+        have: for every rank of the group, the interval of global rows that it owns; disjoint.
+        want: for every rank, the rows that it asks for: an interval, or runs (see `meshpar.intervals`).
+        group: process group of the axis.
+        axis: name of the axis, for errors and the record.
+        op: name of the op that asks, for errors and the record.
+        fill: value of padding rows.
+
+    Returns:
+        Local tensor with the rows `want[me]` in their order; a memory format like `channels_last` is kept.
+
+    Communication:
+        One message to every rank that wants rows of this one, each row once. The backward sends the gradients of
+        the same rows home, and adds them there.
+
+    Raises:
+        ShardingError: the lists overlap, or ask for rows that nobody owns; on all ranks, before any message.
+        PeerError: a peer died, or did not come within the timeout of the group.
+    """
+    rows = tuple(_as_rows(item) for item in want)
+    pieces = tuple((a, b) for a, b in have)
+    plan = make_plan(pieces, rows, group.rank())
+    if plan.identity:
+        return x
+    flat_have, flat_want = encode(pieces, rows)
+    label = record.here(op)
+    return _fetch(x, dim % x.dim(), list(flat_have), list(flat_want), group.group_name, axis, label, fill)
+
+
+def _as_rows(item: Interval | Rows) -> Rows:
+    if len(item) == 2 and isinstance(item[0], int):
+        return interval_rows(item)  # type: ignore[arg-type]
+    return item  # type: ignore[return-value]
+
+
+@torch.library.custom_op("meshpar::fetch", mutates_args=())
+def _fetch(
+    x: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str, fill: float
+) -> Tensor:
+    group = private.group_by_name(group_name)
+    plan = make_plan(*decode(have, want), group.rank())
+    return _forward(x, dim, plan, group, axis, label, fill, backward=False)
+
+
+@torch.library.custom_op("meshpar::fetch_transpose", mutates_args=())
+def _fetch_transpose(
+    g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str
+) -> Tensor:
+    group = private.group_by_name(group_name)
+    plan = make_plan(*decode(have, want), group.rank())
+    return _transpose(g, dim, plan, group, axis, label)
+
+
+def _plan_of(have: list[int], want: list[int], group_name: str) -> Plan:
+    return make_plan(*decode(have, want), private.group_by_name(group_name).rank())
+
+
+@_fetch.register_fake
+def _(
+    x: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str, fill: float
+) -> Tensor:
+    return _empty_rows(x, dim, _plan_of(have, want, group_name).out_rows)
+
+
+@_fetch_transpose.register_fake
+def _(g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str) -> Tensor:
+    return _empty_rows(g, dim, _plan_of(have, want, group_name).have_rows)
+
+
+def _fetch_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    ctx.request = inputs[1:7]
+
+
+def _fetch_backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return (_fetch_transpose(g, *ctx.request), *[None] * 7)
+
+
+def _transpose_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    ctx.request = inputs[1:]
+
+
+def _transpose_backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return (_fetch(g, *ctx.request, 0.0), *[None] * 6)
+
+
+_fetch.register_autograd(_fetch_backward, setup_context=_fetch_context)
+_fetch_transpose.register_autograd(_transpose_backward, setup_context=_transpose_context)
+
+
+def _empty_rows(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Make room for `rows` rows in the memory format of x."""
+    shape = list(x.shape)
+    shape[dim] = rows
+    for dims, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and x.is_contiguous(memory_format=form) and not x.is_contiguous():
+            return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _forward(
+    x: Tensor,
+    dim: int,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    axis: str,
+    label: str,
+    fill: float,
+    *,
+    backward: bool,
+) -> Tensor:
+    out = _empty_rows(x, dim, plan.out_rows)
+    messages = [(peer, _packed(x, dim, pieces)) for peer, pieces in plan.sends]
+    buffers = [(peer, _message(x, dim, rows)) for peer, rows in plan.receives]
+
+    def place_own() -> None:
+        for copy in plan.copies:
+            if copy.source == PADDING:
+                out.narrow(dim, copy.out, copy.count).fill_(fill)
+            elif copy.source == OWN:
+                out.narrow(dim, copy.out, copy.count).copy_(_read(x, dim, copy))
+
+    _exchange(messages, buffers, group, axis, label, backward=backward, meanwhile=place_own)
+    for copy in plan.copies:
+        if copy.source >= 0:
+            out.narrow(dim, copy.out, copy.count).copy_(_read(buffers[copy.source][1], dim, copy))
+    return out
+
+
+def _transpose(g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: str, label: str) -> Tensor:
+    messages = []
+    for source, (peer, rows) in enumerate(plan.receives):
+        messages.append((peer, _gathered(g, dim, rows, [c for c in plan.copies if c.source == source])))
+    buffers = [(peer, _message(g, dim, sum(b - a for a, b in pieces))) for peer, pieces in plan.sends]
+    home: list[Tensor] = []
+
+    def add_own() -> None:
+        home.append(_gathered(g, dim, plan.have_rows, [c for c in plan.copies if c.source == OWN], like=g))
+
+    _exchange(messages, buffers, group, axis, label, backward=True, meanwhile=add_own)
+    for (_, pieces), (_, buffer) in zip(plan.sends, buffers, strict=True):
+        at = 0
+        for a, b in pieces:
+            home[0].narrow(dim, a, b - a).add_(buffer.narrow(dim, at, b - a))
+            at += b - a
+    return home[0]
+
+
+def _gathered(g: Tensor, dim: int, rows: int, copies: list[Copy], like: Tensor | None = None) -> Tensor:
+    """Add up the gradients of one source's rows: the transpose of reading them."""
+    room = _message(g, dim, rows) if like is None else _empty_rows(like, dim, rows)
+    if len(copies) == 1 and copies[0].step == 1 and copies[0].count == rows:
+        return room.copy_(g.narrow(dim, copies[0].out, rows))
+    room.zero_()
+    for copy in copies:
+        piece = g.narrow(dim, copy.out, copy.count)
+        if copy.step == 0:
+            piece = piece.sum(dim, keepdim=True, dtype=piece.dtype)
+        _read(room, dim, copy, once=True).add_(piece.flip(dim) if copy.step < 0 else piece)
+    return room
+
+
+def _read(x: Tensor, dim: int, copy: Copy, *, once: bool = False) -> Tensor:
+    """View the rows of a source that a copy reads; `once` gives distinct rows, ascending."""
+    start, num, step = copy.start, copy.count, copy.step
+    if step == 1:
+        return x.narrow(dim, start, num)
+    if step == 0:
+        one = x.narrow(dim, start, 1)
+        return one if once else one.expand(*x.shape[:dim], num, *x.shape[dim + 1 :])
+    first = min(start, start + (num - 1) * step)
+    last = max(start, start + (num - 1) * step)
+    rows = x[(slice(None),) * dim + (slice(first, last + 1, abs(step)),)]
+    return rows.flip(dim) if step < 0 and not once else rows
+
+
+def _packed(x: Tensor, dim: int, pieces: tuple[Interval, ...]) -> Tensor:
+    """Copy rows into one contiguous message."""
+    views = [x.narrow(dim, a, b - a) for a, b in pieces]
+    return (views[0] if len(views) == 1 else torch.cat(views, dim)).contiguous().resolve_conj().resolve_neg()
+
+
+def _message(x: Tensor, dim: int, rows: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = rows
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _bytes(message: Tensor) -> Tensor:
+    """View a message as bytes: every backend sends those, whatever the dtype."""
+    return message.reshape(-1).view(torch.uint8)
+
+
+def _exchange(messages, buffers, group, axis, label, *, backward, meanwhile) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Post all sends, then all receives; do `meanwhile` while they travel; wait."""
+    num_bytes = sum(message.numel() * message.element_size() for _, message in messages)
+    record.note(label, "halo", axis, num_bytes, num_messages=len(messages), backward=backward)
+    ops = [dist.P2POp(dist.isend, _bytes(m), group=group, group_peer=peer) for peer, m in messages if m.numel()]
+    ops += [dist.P2POp(dist.irecv, _bytes(b), group=group, group_peer=peer) for peer, b in buffers if b.numel()]
+    try:
+        works = dist.batch_isend_irecv(ops) if ops else []
+        meanwhile()
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        peers = sorted({peer for peer, _ in messages} | {peer for peer, _ in buffers})
+        raise PeerError(_peer_text(label, axis, group, peers, error)) from error
+
+
+def _peer_text(label: str, axis: str, group: dist.ProcessGroup, peers: list[int], error: Exception) -> str:
+    where, _, op = label.rpartition("|")
+    ranks = dist.get_process_group_ranks(group)
+    told = str(error).splitlines()
+    return explain(
+        f"{where or 'root'}: {op} lost a peer on axis {axis}.",
+        got=[
+            f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in peers]}",
+            told[0][:300] if told else type(error).__name__,
+        ],
+        needs="every rank of the axis to be alive and to run the same ops in the same order",
+        fix="look at the log of the ranks named; the first to fail says why. Restart the job from its last checkpoint",
+    )

@@ -1,0 +1,288 @@
+"""Meshes of ranks: `MeshSpec` names the sizes, `make_mesh` makes the `DeviceMesh`, the rest reads it.
+
+Invariant: the mesh is a value. Everything here but `make_mesh` is a pure function of a `DeviceMesh` (and of a rank,
+this process's own unless one is named); nothing is kept between calls but caches of what follows from the mesh.
+Axis order is data, domain, tensor; the last varies fastest with the rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshpar import private, runtime
+from meshpar.errors import SpecError, explain
+
+AXES = ("data", "domain", "tensor")
+"""The axes that every mesh has, in order; size 1 where unused."""
+
+SUMMED = "data_domain"
+"""The name of the flattened data x domain mesh: gradients of parameters are summed over it."""
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Name the size of each axis of a mesh; one size may be -1, taken from the number of ranks.
+
+    Args:
+        data: ranks that share out the batch.
+        domain: ranks that share out the rows of one sample.
+        tensor: ranks that share out the channels of one layer.
+
+    Raises:
+        SpecError: a size is not an integer, is zero or below -1, or two are -1.
+
+    Example:
+        >>> MeshSpec.parse("data=2,domain=4")
+        MeshSpec(data=2, domain=4, tensor=1)
+        >>> MeshSpec(domain=2).resolve(8)
+        MeshSpec(data=4, domain=2, tensor=1)
+    """
+
+    data: int = -1
+    domain: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes()
+        wrong = [
+            f"{axis}={size!r}"
+            for axis, size in sizes.items()
+            if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1
+        ]
+        if wrong:
+            raise SpecError(_spec_text(self, got=wrong, needs="each size a positive integer, or -1"))
+        if list(sizes.values()).count(-1) > 1:
+            raise SpecError(_spec_text(self, got=[str(self)], needs="one size of -1 at the most"))
+
+    def sizes(self) -> dict[str, int]:
+        """Give the size of each axis, in mesh order."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes().items())
+
+    @classmethod
+    def parse(cls, text: str | Mapping[str, int] | MeshSpec) -> MeshSpec:
+        """Read `"data=2,domain=4"`, or a mapping of axis to size.
+
+        An axis that is not named has its default; `data` is -1 then, so that the world decides.
+
+        Raises:
+            SpecError: an unknown or repeated axis, or a size that is not an integer.
+        """
+        if isinstance(text, MeshSpec):
+            return text
+        pairs = list(text.items()) if isinstance(text, Mapping) else list(_pairs(text))
+        unknown = [str(axis) for axis, _ in pairs if axis not in AXES]
+        if unknown:
+            raise SpecError(_spec_text(text, got=[f"unknown axis {u!r}" for u in unknown], needs=_known()))
+        names = [axis for axis, _ in pairs]
+        twice = sorted({axis for axis in names if names.count(axis) > 1})
+        if twice:
+            raise SpecError(_spec_text(text, got=[f"{axis} named twice" for axis in twice], needs=_known()))
+        return cls(**dict(pairs))
+
+    def resolve(self, world_size: int) -> MeshSpec:
+        """Put a number in place of -1 and check the product against the number of ranks.
+
+        Raises:
+            SpecError: the sizes do not multiply to `world_size`.
+        """
+        sizes = self.sizes()
+        known = 1
+        for size in sizes.values():
+            known *= size if size != -1 else 1
+        open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+        if open_axis is not None and world_size % known == 0:
+            return MeshSpec(**{**sizes, open_axis: world_size // known})
+        if open_axis is None and known == world_size:
+            return self
+        asked = f"{self} makes {known} ranks" if open_axis is None else f"{self}: {known} for the named axes"
+        near = ", ".join(str(spec) for spec in _nearest(self, world_size))
+        raise SpecError(
+            _spec_text(
+                self,
+                got=[f"{asked}; the world has {world_size}"],
+                needs="the product of the sizes to equal the number of ranks",
+                fix=f"one of {near}; or start {known} ranks",
+            )
+        )
+
+
+def _known() -> str:
+    return f"axes out of {', '.join(AXES)}, each named once"
+
+
+def _spec_text(spec: object, *, got: list[str], needs: str, fix: str = 'e.g. "data=2,domain=4"') -> str:
+    shown = str(spec) if isinstance(spec, MeshSpec) else repr(spec)
+    return explain(f"mesh {shown}: cannot be made.", got=got, needs=needs, fix=fix)
+
+
+def _pairs(text: object) -> Iterator[tuple[str, int]]:
+    if not isinstance(text, str):
+        raise SpecError(_spec_text(text, got=[type(text).__name__], needs="a string, mapping or MeshSpec"))
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, equals, size = (p.strip() for p in part.partition("="))
+        try:
+            number = int(size)
+        except ValueError:
+            number = 0
+        if not equals or number == 0:
+            raise SpecError(_spec_text(text, got=[repr(part)], needs="parts like domain=4, sizes not zero"))
+        yield axis, number
+
+
+def _nearest(spec: MeshSpec, world_size: int) -> list[MeshSpec]:
+    """List up to three specs that fit the world, the ones nearest to what was asked first."""
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    fits = [
+        MeshSpec(world_size // (domain * tensor), domain, tensor)
+        for domain in divisors
+        for tensor in divisors
+        if world_size % (domain * tensor) == 0
+    ]
+
+    def distance(other: MeshSpec) -> float:
+        pairs = zip(spec.sizes().values(), other.sizes().values(), strict=True)
+        return sum(abs(a - b) / max(a, b) for a, b in pairs if a != -1)
+
+    return sorted(fits, key=distance)[:3]
+
+
+def make_mesh(
+    spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type: str | None = None
+) -> DeviceMesh:
+    """Make the mesh of this job, with the axes data, domain and tensor.
+
+    Starts the process group if there is none: from torchrun's variables, else as a world of one.
+
+    Args:
+        spec: `"data=2,domain=4"`, a mapping, a `MeshSpec`, or a mesh made before (checked and returned).
+        device_type: "cpu", "cuda", ...; by default CUDA where there is one, else the CPU.
+
+    Returns:
+        A `DeviceMesh` whose `mesh_dim_names` are ("data", "domain", "tensor").
+
+    Communication:
+        The making of the groups, and one tiny ring of sends on every axis: on NCCL the first batched send of a
+        group must include all of its ranks.
+
+    Raises:
+        SpecError: the spec is wrong or does not fit the world; on all ranks, before any group is made.
+    """
+    if isinstance(spec, DeviceMesh):
+        return _checked(spec)
+    parsed = MeshSpec.parse(spec)
+    resolved = parsed.resolve(runtime.world_size())
+    device_type = device_type or runtime.default_device_type()
+    runtime.ensure_process_group(device_type)
+    mesh = init_device_mesh(device_type, tuple(resolved.sizes().values()), mesh_dim_names=AXES)
+    private.flatten(mesh, ("data", "domain"), SUMMED)
+    _warm(mesh)
+    return mesh
+
+
+def _checked(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.mesh_dim_names != AXES:
+        raise SpecError(
+            explain(
+                "mesh: this DeviceMesh cannot be used.",
+                got=f"axes {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}",
+                needs=f"the axes {AXES}, size 1 where unused",
+                fix='make it with meshpar.make_mesh("data=...,domain=...")',
+            )
+        )
+    private.flatten(mesh, ("data", "domain"), SUMMED)
+    return mesh
+
+
+def _warm(mesh: DeviceMesh) -> None:
+    for axis in AXES:
+        size = axis_size(mesh, axis)
+        if size == 1:
+            continue
+        me, group = coordinate(mesh, axis), axis_group(mesh, axis)
+        device = runtime.local_device(mesh.device_type)
+        out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        ops = [
+            dist.P2POp(dist.isend, out, group=group, group_peer=(me + 1) % size),
+            dist.P2POp(dist.irecv, into, group=group, group_peer=(me - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+
+def is_ours(mesh: DeviceMesh) -> bool:
+    """Tell whether activations live on this mesh: it has the axes of `make_mesh`."""
+    return mesh.mesh_dim_names == AXES
+
+
+def axis_index(mesh: DeviceMesh, axis: str) -> int:
+    """Give the position of an axis in the mesh."""
+    names = mesh.mesh_dim_names or ()
+    if axis not in names:
+        raise SpecError(
+            explain(f"axis {axis!r}: not on this mesh.", got=str(names), needs="an axis of it", fix=_known())
+        )
+    return names.index(axis)
+
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Give the number of ranks along an axis."""
+    return int(mesh.shape[axis_index(mesh, axis)])
+
+
+@functools.lru_cache(maxsize=4096)
+def coordinate(mesh: DeviceMesh, axis: str, rank: int | None = None) -> int:
+    """Give the coordinate along an axis of this process, or of a global rank."""
+    index = axis_index(mesh, axis)
+    if rank is None:
+        return int(mesh.get_local_rank(index))
+    where = (mesh.mesh == rank).nonzero()
+    if len(where) != 1:
+        raise SpecError(
+            explain(f"rank {rank}: not on this mesh.", got=f"sizes {tuple(mesh.shape)}", needs="one of its ranks", fix="")
+        )
+    return int(where[0][index])
+
+
+def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """Give the process group of the ranks that differ from this one along an axis alone."""
+    return mesh.get_group(axis_index(mesh, axis))
+
+
+@functools.lru_cache(maxsize=4096)
+def axis_ranks(mesh: DeviceMesh, axis: str, rank: int | None = None) -> tuple[int, ...]:
+    """Give the global ranks of the group of `axis_group`, in coordinate order."""
+    index = axis_index(mesh, axis)
+    where = [coordinate(mesh, name, rank) for name in mesh.mesh_dim_names or ()]
+    line: list[int | slice] = list(where)
+    line[index] = slice(None)
+    return tuple(int(r) for r in mesh.mesh[tuple(line)])
+
+
+def neighbours(
+    mesh: DeviceMesh, axis: str = "domain", *, rank: int | None = None, periodic: bool = False
+) -> tuple[int | None, int | None]:
+    """Give the global ranks before and after along an axis: None at an edge, none of which a periodic axis has."""
+    ranks = axis_ranks(mesh, axis, rank)
+    me = coordinate(mesh, axis, rank)
+    if periodic:
+        return ranks[(me - 1) % len(ranks)], ranks[(me + 1) % len(ranks)]
+    return (ranks[me - 1] if me > 0 else None, ranks[me + 1] if me + 1 < len(ranks) else None)
+
+
+def is_first(mesh: DeviceMesh, axis: str = "domain", *, rank: int | None = None) -> bool:
+    """Tell whether a rank holds the first rows along an axis (the north edge, where row 0 is north)."""
+    return coordinate(mesh, axis, rank) == 0
+
+
+def is_last(mesh: DeviceMesh, axis: str = "domain", *, rank: int | None = None) -> bool:
+    """Tell whether a rank is the last along an axis (the south edge, where row 0 is north)."""
+    return coordinate(mesh, axis, rank) == axis_size(mesh, axis) - 1

@@ -1,0 +1,287 @@
+"""Between DTensors and local pieces, under the one gradient convention.
+
+Invariant: the local gradient of a plain tensor (a parameter, a buffer, anything made from them) is this rank's *part*
+of the true gradient, and the parts add up over data x domain. The gradient of an activation is a DTensor that means
+what its placements say. Every rule crosses the border with `local`, `companion`, `lift`, `whole` and `psum` alone,
+so that this file is the only place where a gradient could be counted twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from meshpar import record
+from meshpar.intervals import Interval, chunks
+from meshpar.mesh import SUMMED, axis_size, coordinate
+
+Placements = tuple[Placement, ...]
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Name the axes of a mesh."""
+    return tuple(mesh.mesh_dim_names or ())
+
+
+def is_plain_shard(placement: Placement) -> bool:
+    """Tell whether a placement is a shard in the canonical layout (strided shards are not)."""
+    return type(placement) is Shard
+
+
+def shard_axes(x: DTensor, dim: int) -> list[int]:
+    """List the mesh axes (by position) that shard a dim and have more than one rank."""
+    dim %= x.dim()
+    return [
+        i
+        for i, placement in enumerate(x.placements)
+        if isinstance(placement, Shard) and placement.dim == dim and x.device_mesh.size(i) > 1
+    ]
+
+
+def axis_chunks(mesh: DeviceMesh, axis: int, n: int) -> tuple[Interval, ...]:
+    """Give the canonical layout of n rows along a mesh axis (by position)."""
+    return chunks(n, mesh.size(axis))
+
+
+def my_chunk(mesh: DeviceMesh, axis: int, n: int) -> Interval:
+    """Give the interval of this rank in the canonical layout of n rows along a mesh axis."""
+    return axis_chunks(mesh, axis, n)[coordinate(mesh, axes_of(mesh)[axis])]
+
+
+def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Give the shape of this rank's piece of a tensor of a global shape."""
+    sizes = list(shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            a, b = my_chunk(mesh, axis, sizes[placement.dim])
+            sizes[placement.dim] = b - a
+    return tuple(sizes)
+
+
+@functools.lru_cache(maxsize=16384)
+def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def global_stride(piece: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Give the strides of a global tensor whose dims lie in memory in the order of a local piece."""
+    nd = piece.dim()
+    if piece.is_contiguous():
+        order = tuple(range(nd))
+    else:
+        strides = piece.stride()
+        order = tuple(sorted(range(nd), key=lambda d: (-strides[d], d)))
+    return _strides(tuple(shape), order)
+
+
+def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
+    """Give this rank's piece.
+
+    Args:
+        x: DTensor.
+        grad: placements of the gradient that the local computation will return; those of `x` by default. Where `x`
+            is replicated and the ranks compute different things from it, the gradient is `Partial`.
+    """
+    return x.to_local(grad_placements=tuple(grad) if grad is not None else None)
+
+
+def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Make a DTensor of this rank's piece; `shape` is the global shape, which is never guessed."""
+    expected = local_shape(shape, mesh, placements)
+    assert tuple(piece.shape) == expected, f"piece {tuple(piece.shape)} of {tuple(shape)} should be {expected}"
+    return DTensor.from_local(
+        piece,
+        mesh,
+        tuple(placements),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=global_stride(piece, shape),
+    )
+
+
+class _ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        return g * ctx.factor, None
+
+
+def scale_grad(x: Tensor, factor: float) -> Tensor:
+    """Give x itself, with a gradient that is multiplied by a factor."""
+    return x if factor == 1 or not x.requires_grad else _ScaleGrad.apply(x, factor)
+
+
+def part_factor(mesh: DeviceMesh, placements: Sequence[Placement]) -> float:
+    """Give the share of the true gradient that this rank's local gradient stands for.
+
+    On a summed axis where the computation is the same on all p ranks, each rank's gradient counts 1/p.
+    """
+    same = 1
+    for axis, placement in enumerate(placements):
+        if axes_of(mesh)[axis] != "tensor" and placement.is_replicate():
+            same *= mesh.size(axis)
+    return 1.0 / same
+
+
+def companion(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Give the whole of a weight for a local computation whose other input lies in `placements`.
+
+    Args:
+        w: a plain tensor, equal on all ranks, or a DTensor.
+        mesh: mesh of the computation.
+        placements: placements of the input that decides who computes what (no `Partial`).
+
+    Returns:
+        Plain local tensor with the global shape of `w`; its gradient obeys the convention.
+
+    Communication:
+        None for plain tensors; an all-gather for a sharded DTensor.
+    """
+    if not isinstance(w, DTensor):
+        return scale_grad(w, part_factor(mesh, placements))
+    grad = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
+    return local(moved(w, [Replicate()] * mesh.ndim, "companion"), grad)
+
+
+def moved(x: DTensor, placements: Sequence[Placement], op: str, kind: str = "redistribute", why: str = "") -> DTensor:
+    """Redistribute, and put it in the record."""
+    target = tuple(placements)
+    if tuple(x.placements) == target:
+        return x
+    label = record.here(op)
+    for axis, (old, new) in enumerate(zip(x.placements, target, strict=True)):
+        if old != new and not old.is_replicate():
+            record.note(label, kind, axes_of(x.device_mesh)[axis], _moved_bytes(x, axis, old, new), why=why)
+    return x.redistribute(placements=target)
+
+
+def _moved_bytes(x: DTensor, axis: int, old: Placement, new: Placement) -> int:
+    """Count what this rank sends: a ring all-gather, all-to-all, reduce-scatter or all-reduce of its piece."""
+    p = x.device_mesh.size(axis)
+    shape = local_shape(x.shape, x.device_mesh, x.placements)
+    num_bytes = int(torch.Size(shape).numel()) * x.element_size()
+    if old.is_partial():
+        return num_bytes * (p - 1) // p * (2 if new.is_replicate() else 1)
+    return num_bytes * (p - 1) if new.is_replicate() else num_bytes * (p - 1) // p
+
+
+class _Lift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, mesh, placements):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        ctx.mesh, ctx.shape = mesh, w.shape
+        return whole(cut(w, mesh, placements), mesh, placements, w.shape)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        return part_of_gradient(g), None, None
+
+
+def cut(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Cut this rank's piece out of a tensor that every rank holds whole; no communication."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            a, b = my_chunk(mesh, axis, w.shape[placement.dim])
+            w = w.narrow(placement.dim, a, b - a)
+    return w
+
+
+def part_of_gradient(g: DTensor) -> Tensor:
+    """Turn the DTensor gradient of a tensor that all ranks hold whole into this rank's part of it."""
+    mesh = g.device_mesh
+    tensor = axes_of(mesh).index("tensor")
+    if not g.placements[tensor].is_replicate():
+        g = g.redistribute(placements=[*g.placements[:tensor], Replicate(), *g.placements[tensor + 1 :]])
+    factor = part_factor(mesh, g.placements)
+    piece = g.to_local() * factor if factor != 1 else g.to_local()
+    sizes = list(g.shape)
+    spans: list[tuple[int, Interval, int]] = []
+    for axis, placement in enumerate(g.placements):
+        if isinstance(placement, Shard):
+            a, b = my_chunk(mesh, axis, sizes[placement.dim])
+            spans.append((placement.dim, (a, b), sizes[placement.dim]))
+            sizes[placement.dim] = b - a
+    for dim, (a, b), n in reversed(spans):
+        pads = [0, 0] * (piece.dim() - 1 - dim) + [a, n - b]
+        piece = torch.nn.functional.pad(piece, pads)
+    return piece
+
+
+def lift(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
+    """Make a DTensor of a plain tensor that all ranks hold whole, a parameter say; replicated, or cut as told.
+
+    Communication:
+        None forward. Backward none but on the tensor axis, where a gradient that is not replicated is completed.
+    """
+    return _Lift.apply(w, mesh, tuple(placements or [Replicate()] * mesh.ndim))
+
+
+def replicated(mesh: DeviceMesh) -> Placements:
+    """Give the placements of a tensor that every rank holds whole."""
+    return (Replicate(),) * mesh.ndim
+
+
+def groups_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[dist.ProcessGroup, str]]:
+    """Give the groups that together span some mesh axes: one flattened group for data x domain, else one an axis."""
+    names = [axes_of(mesh)[axis] for axis in axes if mesh.size(axis) > 1]
+    if sorted(names) == ["data", "domain"]:
+        return [(mesh.get_group(SUMMED), "data_domain")]
+    return [(mesh.get_group(name), name) for name in names]
+
+
+def note_all_reduce(label: str, kind: str, group: dist.ProcessGroup, name: str, x: Tensor, *, backward: bool) -> None:
+    """Put an all-reduce of x in the record, with the bytes of a ring."""
+    p = group.size()
+    record.note(label, kind, name, 2 * x.numel() * x.element_size() * (p - 1) // p, backward=backward)
+
+
+class _Psum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh, axes, label, kind, reduce_op):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        for group, name in groups_over(mesh, axes):
+            note_all_reduce(label, kind, group, name, total, backward=False)
+            dist.all_reduce(total, op=reduce_op, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        return g, *[None] * 5
+
+
+def psum(x: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str, *, kind: str = "reduction") -> Tensor:
+    """Add up local tensors over mesh axes; the result, and its gradient, are the same on all ranks of the axes.
+
+    Communication:
+        One all-reduce forward (one a group where the axes have no common one); none backward.
+    """
+    if all(mesh.size(axis) == 1 for axis in axes):
+        return x
+    return _Psum.apply(x, mesh, tuple(axes), record.here(op), kind, dist.ReduceOp.SUM)
+
+
+def reduce_over(x: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str, reduce_op: dist.ReduceOp) -> Tensor:
+    """Reduce local tensors over mesh axes by max, min, product, ...; not differentiable."""
+    if all(mesh.size(axis) == 1 for axis in axes):
+        return x
+    with torch.no_grad():
+        return _Psum.apply(x, mesh, tuple(axes), record.here(op), "reduction", reduce_op)
+
+
+def axis_size_of(mesh: DeviceMesh, axis: int) -> int:
+    """Give the size of an axis by its position."""
+    return axis_size(mesh, axes_of(mesh)[axis])

@@ -1,0 +1,47 @@
+"""The private names of torch that meshpar stands on, each with the public name that will replace it.
+
+Invariant: no other module names anything of torch that begins with an underscore.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+
+def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """Flatten some axes into a one-dimensional mesh (public when `DeviceMesh.flatten` comes)."""
+    return mesh[axes]._flatten(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """Find a process group by its `group_name` (public when custom ops take groups as arguments)."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """List the torch-function modes in force (no public name is planned)."""
+    return _get_current_function_mode_stack()
+
+
+def set_dtensor_handler(op: Any, handler: Callable[..., Any]) -> None:
+    """Route one aten op of DTensor to a handler (public when DTensor takes op strategies that refuse)."""
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler  # type: ignore[attr-defined]
+
+
+def dtensor_handler(op: Any) -> Callable[..., Any] | None:
+    """Give the handler that DTensor has for an aten op, if any."""
+    return DTensor._op_dispatcher._custom_op_handlers.get(op)  # type: ignore[attr-defined]
+
+
+def bare_local(x: DTensor) -> torch.Tensor:
+    """Give this rank's piece without autograd (public: `x.detach().to_local()`, three times as slow)."""
+    return x._local_tensor

@@ -1,0 +1,137 @@
+"""The record of what was communicated: entries, the records that are open, and where in the model we are.
+
+Invariant: every byte that meshpar moves between ranks for activations passes through `note`. Bytes are those that
+this rank sends. The list of open records and the path of the running module are the only state here; they are kept
+for the process, not the thread, because autograd may run the backward in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+KINDS = ("halo", "statistics", "reduction", "redistribute", "gather", "random", "batch")
+"""halo: rows by `fetch`; statistics: moments of norms; reduction: sums over ranks; redistribute: a change of
+placements that a rule asks for; gather: no rule, the input was replicated; random: seeds and generator states;
+batch: sizes of the local batches."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Hold one communication of one op on one axis, as this rank saw it.
+
+    Args:
+        where: path of the module, "" at the root or outside of a model.
+        op: name of the torch function.
+        kind: one of `KINDS`.
+        axis: mesh axis.
+        num_bytes: bytes that this rank sent.
+        num_messages: messages that this rank sent; a collective counts as one.
+        backward: whether it ran in the backward pass.
+        note: why, for a gather.
+    """
+
+    where: str
+    op: str
+    kind: str
+    axis: str
+    num_bytes: int
+    num_messages: int = 1
+    backward: bool = False
+    note: str = ""
+
+
+@dataclass
+class Record:
+    """Collect entries while it is open; see `record`."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def select(
+        self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None
+    ) -> list[Entry]:
+        """List the entries of a kind, an axis, a direction."""
+        return [
+            entry
+            for entry in self.entries
+            if (kind is None or entry.kind == kind)
+            and (axis is None or entry.axis == axis)
+            and (backward is None or entry.backward == backward)
+        ]
+
+    def gathers(self) -> list[Entry]:
+        """List the entries of ops that had no rule."""
+        return self.select(kind="gather")
+
+    def num_bytes(
+        self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None
+    ) -> int:
+        """Add up the bytes that this rank sent."""
+        return sum(e.num_bytes for e in self.select(kind=kind, axis=axis, backward=backward))
+
+    def summary(self) -> str:
+        """Give a table: module, op, kind, axis, bytes forward and backward."""
+        rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        for e in self.entries:
+            row = rows[(e.where or ".", e.op, e.kind, e.axis)]
+            row[1 if e.backward else 0] += e.num_bytes
+            row[2] += e.num_messages
+        head = ("module", "op", "kind", "axis", "forward B", "backward B", "messages")
+        table = [head, *((*key, *map(str, row)) for key, row in rows.items())]
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        total = self.num_bytes()
+        return "\n".join([*lines, f"{total} bytes sent by this rank, {len(self.gathers())} gathers"])
+
+
+_OPEN: list[Record] = []
+_PATH: list[str] = []
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Record]:
+    """Record what this rank communicates inside the block, forward and backward.
+
+    Returns:
+        The `Record`, which fills while the block runs and stays readable after it.
+
+    Example:
+        >>> with record() as log:
+        ...     pass
+        >>> log.num_bytes()
+        0
+    """
+    log = Record()
+    _OPEN.append(log)
+    try:
+        yield log
+    finally:
+        _OPEN[:] = [other for other in _OPEN if other is not log]
+
+
+def note(
+    label: str, kind: str, axis: str, num_bytes: int, *, num_messages: int = 1, backward: bool = False, why: str = ""
+) -> None:
+    """Add an entry to every open record. `label` is what `here` gave in the forward pass."""
+    if _OPEN:
+        where, _, op = label.rpartition("|")
+        entry = Entry(where, op, kind, axis, num_bytes, num_messages, backward, why)
+        for log in _OPEN:
+            log.entries.append(entry)
+
+
+def here(op: str) -> str:
+    """Give the label of an op that runs now: module path and op name. The backward pass is given it too."""
+    return f"{_PATH[-1]}|{op}" if _PATH else f"|{op}"
+
+
+@contextlib.contextmanager
+def inside(path: str) -> Iterator[None]:
+    """Name the module that runs inside the block."""
+    _PATH.append(path)
+    try:
+        yield
+    finally:
+        _PATH.pop()
