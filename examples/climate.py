@@ -107,8 +107,8 @@ def draw(path: Path, fields: Fields, truth: np.ndarray, forecast: np.ndarray, *,
         axis.set(title=title, xlabel="longitude (degrees east)")
         figure.colorbar(image, ax=axis, label="anomaly (K)", shrink=0.9)
     axes[0].set_ylabel("latitude (degrees north)")
-    year = fields.years[-1]
-    figure.suptitle(f"Air temperature of year {year}; dashed: borders of the {domain_size} domain rank(s)")
+    note = f"; dashed: borders between the rows of {domain_size} ranks" if borders else ""
+    figure.suptitle(f"Air temperature of year {fields.years[-1]}{note}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,1 +1,60 @@
-"""meshpar."""
+"""meshpar: any `torch.nn.Module` on a mesh of data x domain x tensor ranks, with the same numbers."""
+
+from meshpar import rules
+from meshpar.batch import gather, shard, shard_batch
+from meshpar.errors import (
+    GatherError,
+    GatherWarning,
+    MeshparError,
+    PeerError,
+    ShardingError,
+    SpecError,
+)
+from meshpar.exchange import fetch
+from meshpar.mesh import (
+    AXES,
+    MeshSpec,
+    axis_group,
+    axis_ranks,
+    axis_size,
+    coordinate,
+    is_first,
+    is_last,
+    make_mesh,
+    neighbours,
+)
+from meshpar.parallelize import mesh_of, parallelize
+from meshpar.record import Entry, Record, record
+from meshpar.rewrite import rewrite
+from meshpar.spmd import spmd
+
+__all__ = [
+    "AXES",
+    "Entry",
+    "GatherError",
+    "GatherWarning",
+    "MeshSpec",
+    "MeshparError",
+    "PeerError",
+    "Record",
+    "ShardingError",
+    "SpecError",
+    "axis_group",
+    "axis_ranks",
+    "axis_size",
+    "coordinate",
+    "fetch",
+    "gather",
+    "is_first",
+    "is_last",
+    "make_mesh",
+    "mesh_of",
+    "neighbours",
+    "parallelize",
+    "record",
+    "rewrite",
+    "rules",
+    "shard",
+    "shard_batch",
+    "spmd",
+]

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from meshpar import pieces, record
+from meshpar import pieces, private, record
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
 from meshpar.mesh import axis_group, axis_size, coordinate
@@ -155,7 +154,7 @@ def _global_size(n: int, mesh: DeviceMesh, axis: str) -> int:
     device = "cpu" if mesh.device_type == "cpu" else mesh.device_type
     mine = torch.tensor([n], dtype=torch.int64, device=device)
     sizes = torch.empty(p, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, mine, group=axis_group(mesh, axis))
+    private.all_gather(sizes, mine, axis_group(mesh, axis))
     record.note(record.here("shard_batch"), "batch", axis, 8 * (p - 1))
     found = [int(size) for size in sizes.tolist()]
     total = sum(found)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshpar import private, runtime
+from meshpar import guard, private, runtime
 from meshpar.errors import SpecError, explain
 
-AXES = ("data", "domain", "tensor")
+AXES = guard.OURS
 """The axes that every mesh has, in order; size 1 where unused."""
 
 SUMMED = "data_domain"
@@ -176,6 +176,7 @@ def make_mesh(
     Raises:
         SpecError: the spec is wrong or does not fit the world; on all ranks, before any group is made.
     """
+    guard.install()
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
     parsed = MeshSpec.parse(spec)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from meshpar import record
+from meshpar import private, record
 from meshpar.intervals import Interval, chunks
-from meshpar.mesh import SUMMED, axis_size, coordinate
+from meshpar.mesh import SUMMED, coordinate
 
 Placements = tuple[Placement, ...]
 
@@ -251,16 +251,16 @@ def note_all_reduce(label: str, kind: str, group: dist.ProcessGroup, name: str, 
 
 class _Psum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh, axes, label, kind, reduce_op):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, x, mesh, axes, label, kind):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
         total = x.detach().clone(memory_format=torch.contiguous_format)
         for group, name in groups_over(mesh, axes):
             note_all_reduce(label, kind, group, name, total, backward=False)
-            dist.all_reduce(total, op=reduce_op, group=group)
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
-        return g, *[None] * 5
+        return g, *[None] * 4
 
 
 def psum(x: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str, *, kind: str = "reduction") -> Tensor:
@@ -271,17 +271,18 @@ def psum(x: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str, *, kind: str
     """
     if all(mesh.size(axis) == 1 for axis in axes):
         return x
-    return _Psum.apply(x, mesh, tuple(axes), record.here(op), kind, dist.ReduceOp.SUM)
+    return _Psum.apply(x, mesh, tuple(axes), record.here(op), kind)
 
 
-def reduce_over(x: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str, reduce_op: dist.ReduceOp) -> Tensor:
-    """Reduce local tensors over mesh axes by max, min, product, ...; not differentiable."""
-    if all(mesh.size(axis) == 1 for axis in axes):
-        return x
-    with torch.no_grad():
-        return _Psum.apply(x, mesh, tuple(axes), record.here(op), "reduction", reduce_op)
+def all_gather_parts(x: Tensor, mesh: DeviceMesh, axis: int, op: str, *, kind: str = "reduction") -> Tensor:
+    """Give the tensors of all ranks of an axis, one below the other in a new first dim; not differentiable.
 
-
-def axis_size_of(mesh: DeviceMesh, axis: int) -> int:
-    """Give the size of an axis by its position."""
-    return axis_size(mesh, axes_of(mesh)[axis])
+    Communication:
+        One all-gather of equal pieces.
+    """
+    p, name = mesh.size(axis), axes_of(mesh)[axis]
+    mine = x.detach().contiguous()
+    record.note(record.here(op), kind, name, mine.numel() * mine.element_size() * (p - 1))
+    out = torch.empty((p, *mine.shape), dtype=mine.dtype, device=mine.device)
+    private.all_gather(out.view(-1), mine.view(-1), mesh.get_group(axis))
+    return out

@@ -5,8 +5,11 @@ Invariant: no other module names anything of torch that begins with an underscor
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +45,27 @@ def dtensor_handler(op: Any) -> Callable[..., Any] | None:
     return DTensor._op_dispatcher._custom_op_handlers.get(op)  # type: ignore[attr-defined]
 
 
-def bare_local(x: DTensor) -> torch.Tensor:
-    """Give this rank's piece without autograd (public: `x.detach().to_local()`, three times as slow)."""
-    return x._local_tensor
+@contextlib.contextmanager
+def without_dtensor_handler(op: Any) -> Iterator[None]:
+    """Let an aten op of DTensor go its ordinary way inside the block."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    held = handlers.pop(op)
+    try:
+        yield
+    finally:
+        handlers[op] = held
+
+
+def rebound_hook(hook: Any, module: torch.nn.Module) -> Any:
+    """Give a state-dict hook that was registered with its module for a copy of the module (no public name)."""
+    if not getattr(hook, "with_module", False):
+        return hook
+    twin = copy.copy(hook)
+    twin.module = weakref.ref(module)
+    return twin
+
+
+def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """All-gather equal pieces (torch 2.13 renamed the function; the old name is what 2.11 has)."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, mine, group=group)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from meshpar import pieces
 from meshpar.batch import shard
 from meshpar.record import Record, record
 from meshpar.spmd import spmd
@@ -107,8 +108,8 @@ def assert_same(
             found = fn(*pieces_in, *own_weights)
         errors.update(compare_trees("output", found, expected, tolerance))
         if gradients:
-            _backward(expected)
-            _backward(found)
+            send_back(expected)
+            send_back(found)
     if gradients:
         for i, (x, ref) in enumerate(zip(pieces_in, leaves, strict=True)):
             errors.update(compare_gradients(f"gradient of input {i}", x, ref, tolerance))
@@ -154,9 +155,7 @@ def plain(x: Any, name: str) -> Tensor:
     """Give the whole of an output, after a check that every rank's piece has the size that its placements promise."""
     if not isinstance(x, DTensor):
         return x.detach()  # type: ignore[no-any-return]
-    from meshpar.pieces import local_shape
-
-    promised = local_shape(x.shape, x.device_mesh, x.placements)
+    promised = pieces.local_shape(x.shape, x.device_mesh, x.placements)
     piece = tuple(x.detach().to_local().shape)
     if piece != promised:
         raise Difference(
@@ -165,14 +164,13 @@ def plain(x: Any, name: str) -> Tensor:
     return x.detach().full_tensor()
 
 
-def _backward(tree: Any) -> None:
+def send_back(tree: Any) -> None:
+    """Run the backward from every output, with the fixed gradients of `cotangent`."""
     outputs = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad]
     grads = []
     for i, x in enumerate(outputs):
         g = cotangent(x, i)
         if isinstance(x, DTensor):
-            from meshpar import pieces
-
             g = pieces.whole(pieces.cut(g, x.device_mesh, x.placements), x.device_mesh, x.placements, x.shape)
         grads.append(g)
     if outputs:

@@ -1,0 +1,199 @@
+"""Parameters over the ranks: equal initial values, and `fully_shard` over data x domain.
+
+Invariant: the gradient of a parameter is the *sum* of the parts of all ranks of data x domain: divide factor 1, and
+plain sums, since gloo has no pre-multiplied ones. These are the only steps of `parallelize` with effects on other
+ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshpar import private
+from meshpar.errors import SpecError, explain
+from meshpar.mesh import SUMMED
+
+BUCKET_BYTES = 64 * 2**20
+"""Size of the messages by which initial values travel."""
+
+
+def own_tensors(module: nn.Module) -> None:
+    """Give a rewritten module parameters and buffers of its own; ties stay ties."""
+    memo: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                if id(p) not in memo:
+                    memo[id(p)] = _twin(p)
+                owner._parameters[name] = memo[id(p)]  # type: ignore[assignment]
+        for name, b in owner._buffers.items():
+            if b is not None:
+                if id(b) not in memo:
+                    memo[id(b)] = b.detach().clone()
+                owner._buffers[name] = memo[id(b)]
+        flat = owner.__dict__.get("_flat_weights")
+        if flat is not None:  # recurrent layers keep their weights in a list as well
+            owner.__dict__["_flat_weights"] = [memo.get(id(w), w) for w in flat]
+
+
+def _twin(p: nn.Parameter) -> nn.Parameter:
+    twin = type(p)(p.detach().clone(), requires_grad=p.requires_grad) if type(p) is nn.Parameter else None
+    if twin is None:
+        raise SpecError(
+            explain(
+                "parallelize: a parameter of a kind that cannot be made parallel.",
+                got=f"a {type(p).__name__} of shape {tuple(p.shape)}",
+                needs="plain parameters, initialised, on one process",
+                fix="initialise lazy modules by a forward first; give the model before any other wrapper",
+            )
+        )
+    twin.__dict__.update(p.__dict__)
+    return twin
+
+
+def make_equal(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks the parameters and buffers of rank 0.
+
+    Communication:
+        A digest of the structure (an all-gather of 8 bytes), then broadcasts in buckets over all ranks of the mesh.
+
+    Raises:
+        SpecError: the ranks hold different models, or parameters without data; on all ranks, before the broadcasts.
+    """
+    tensors = _distinct([*module.parameters(), *module.buffers()])
+    hollow = [name for name, t in module.state_dict().items() if isinstance(t, Tensor) and t.is_meta]
+    _same_structure(module, mesh, hollow)
+    bucket: list[Tensor] = []
+    waiting = 0
+    for t in sorted(tensors, key=lambda t: str(t.dtype)):
+        if bucket and (bucket[0].dtype != t.dtype or waiting > BUCKET_BYTES):
+            _broadcast(bucket, mesh)
+            bucket, waiting = [], 0
+        bucket.append(t)
+        waiting += t.numel() * t.element_size()
+    if bucket:
+        _broadcast(bucket, mesh)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _broadcast(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+    with torch.no_grad():
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors]).to(mesh.device_type)
+        dist.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, src=int(mesh.mesh.min()))
+        for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(part.view_as(t))
+
+
+def _same_structure(module: nn.Module, mesh: DeviceMesh, hollow: list[str]) -> None:
+    names = [*module.named_parameters(), *module.named_buffers()]
+    told = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in names])
+    digest = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+    mine = torch.tensor([digest, len(names), len(hollow)], dtype=torch.int64, device=mesh.device_type)
+    everyone = torch.empty(3 * mesh.size(), dtype=torch.int64, device=mesh.device_type)
+    private.all_gather(everyone, mine, None)
+    rows = everyone.view(-1, 3).tolist()
+    odd = [rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2]]
+    if odd:
+        raise SpecError(
+            explain(
+                "parallelize: the ranks hold different models.",
+                got=f"ranks {odd} differ from rank 0 in names, shapes or dtypes; rank 0 has {rows[0][1]} tensors, "
+                f"rank {odd[0]} has {rows[odd[0]][1]}",
+                needs="the same model on every rank (its values may differ: rank 0's are taken)",
+                fix="build the model from the same configuration on all ranks",
+            )
+        )
+    if any(row[2] for row in rows):
+        raise SpecError(
+            explain(
+                "parallelize: parameters without data.",
+                got=f"{max(row[2] for row in rows)} on the meta device, e.g. {hollow[:3]}",
+                needs="initialised parameters",
+                fix="model.to_empty(device=...) and an initialisation, before parallelize",
+            )
+        )
+
+
+def units(module: nn.Module, shard_modules: Any) -> list[nn.Module]:
+    """Choose the modules whose parameters are gathered and freed together; the root takes what is left.
+
+    "auto" takes the repeated blocks: members of a `ModuleList` or of a nested `Sequential` with parameters. A class or
+    a list of classes takes the modules of those, and a predicate those for which it is true. A module that shares a
+    parameter with another part of the model is left to the root, which alone can gather it for both.
+    """
+    if shard_modules == "auto":
+        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+        picked = [child for m in lists for child in m if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    elif shard_modules is None:
+        picked = []
+    elif isinstance(shard_modules, type):
+        picked = [m for m in module.modules() if isinstance(m, shard_modules)]
+    elif isinstance(shard_modules, list | tuple) and all(isinstance(c, type) for c in shard_modules):
+        picked = [m for m in module.modules() if isinstance(m, tuple(shard_modules))]
+    elif callable(shard_modules):
+        picked = [m for m in module.modules() if shard_modules(m)]
+    else:
+        raise SpecError(
+            explain(
+                "shard_modules: cannot be used.",
+                got=repr(shard_modules),
+                needs='"auto", None, a module class, a list of classes, or a predicate',
+                fix='shard_modules="auto"',
+            )
+        )
+    owners: dict[int, set[int]] = {}
+    for m in module.modules():
+        for p in m._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), set()).add(id(m))
+    found: dict[int, nn.Module] = {}
+    for unit in picked:
+        inside = {id(m) for m in unit.modules()}
+        own = list(unit.parameters())
+        if unit is not module and own and all(owners[id(p)] <= inside for p in own):
+            found[id(unit)] = unit
+    order = {id(m): i for i, m in enumerate(module.modules())}
+    return sorted(found.values(), key=lambda m: -order[id(m)])
+
+
+def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "auto") -> None:
+    """Shard the parameters of a module over data x domain, in place.
+
+    Communication:
+        None here. Each unit all-gathers its parameters before its forward and backward, and reduce-scatters their
+        gradients after its backward.
+    """
+    summed = private.flatten(mesh, ("data", "domain"), SUMMED)
+    if summed.size() == 1 or next(module.parameters(), None) is None:
+        return
+    for unit in [*units(module, shard_modules), module]:
+        fully_shard(unit, mesh=summed)
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.set_gradient_divide_factor(1.0)
+            m.set_force_sum_reduction_for_comms(True)
+    module.register_load_state_dict_pre_hook(_shard_plain_values)
+
+
+def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cut the plain values of a one-process state dict to the shards that the model holds."""
+    for name, p in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if isinstance(p, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            if value.shape != p.shape:
+                continue  # torch names the key and both shapes
+            state_dict[prefix + name] = distribute_tensor(
+                value.to(p.device), p.device_mesh, p.placements, src_data_rank=None
+            )

@@ -1,0 +1,142 @@
+"""`parallelize`: the composition of what the other modules do, each step a function that can be called alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.batch import Layout, shard_batch
+from meshpar.data import fully_shard_over, make_equal, own_tensors
+from meshpar.errors import SpecError, explain
+from meshpar.mesh import MeshSpec, make_mesh
+from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.spmd import Policy
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: str | Mapping[str, int] | MeshSpec | DeviceMesh,
+    *,
+    data: str = "fsdp",
+    shard_modules: Any = "auto",
+    on_gather: str = "warn",
+    inputs: Layout = None,
+    batch_statistics: str = "global",
+) -> nn.Module:
+    """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
+
+    Args:
+        model: any module; it is not touched. Its values on rank 0 become those of all ranks.
+        mesh: `"data=2,domain=4"`, a mapping, a `MeshSpec` or a `DeviceMesh` of `make_mesh`.
+        data: how parameters lie over data x domain; "fsdp" shards them.
+        shard_modules: which modules are gathered as one; see `meshpar.data.units`.
+        on_gather: "warn" once per call site about an op that has no rule, "error", or "allow".
+        inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
+            by name; `default_layout` for those not named.
+        batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
+
+    Returns:
+        A module of the same structure. Plain tensors given to it are this data rank's part of the batch with all
+        rows, local shape (B/data, C, H, W), and are cut here; DTensors pass. Its outputs are DTensors of global shape.
+
+    Communication:
+        Here: the initial values. In a step: what the rules say, and `fully_shard` over data x domain.
+
+    Raises:
+        SpecError: a mesh, layout or option that cannot work; on all ranks, before any communication.
+
+    Example:
+        >>> import torch
+        >>> model = parallelize(nn.Conv2d(1, 1, 3, padding=1), "data=1")
+        >>> model(torch.zeros(1, 1, 5, 8)).shape
+        torch.Size([1, 1, 5, 8])
+    """
+    _check(model, data)
+    the_mesh = make_mesh(mesh)
+    policy = Policy(on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics)
+    entry = _entry(model, the_mesh, inputs)
+    parallel = rewrite(model, policy=policy)
+    own_tensors(parallel)
+    make_equal(parallel, the_mesh)
+    with_entry(parallel, entry, policy)
+    fully_shard_over(parallel, the_mesh, shard_modules)
+    return parallel
+
+
+def _check(model: object, data: str) -> None:
+    if not isinstance(model, nn.Module):
+        text = explain(
+            "parallelize: not a module.",
+            got=f"a {type(model).__name__}",
+            needs="a torch.nn.Module",
+            fix="give the model itself",
+        )
+        raise SpecError(text)
+    if data != "fsdp":
+        text = explain("parallelize: unknown data.", got=f"data={data!r}", needs='"fsdp"', fix='data="fsdp"')
+        raise SpecError(text)
+    state = state_of(model)
+    if state is not None:
+        text = explain(
+            "parallelize: this model is parallel already.",
+            got="the result of rewrite or parallelize",
+            needs="the model as one process would run it",
+            fix="keep the original, which parallelize does not touch",
+        )
+        raise SpecError(text)
+
+
+def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., Any]:
+    """Make the function that turns the arguments of a call into activations."""
+    signature = inspect.signature(model.forward)
+    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if isinstance(inputs, Mapping):
+        unknown = sorted(set(inputs) - set(names))
+        if unknown and not any_name:
+            text = explain(
+                "parallelize: inputs names nothing.",
+                got=f"inputs for {unknown}",
+                needs=f"names of arguments of forward: {names}",
+                fix="drop or rename them",
+            )
+            raise SpecError(text)
+
+    def layout_of(position: int | None, name: str | None) -> Layout:
+        if isinstance(inputs, Mapping):
+            return inputs.get(name) if name is not None else None  # type: ignore[no-any-return]
+        if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+            if position is None and name in names:
+                position = names.index(name)
+            return inputs[position] if position is not None and position < len(inputs) else None  # type: ignore[no-any-return]
+        return inputs
+
+    def entry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        placed = tuple(
+            shard_batch(value, mesh, layout_of(i, names[i] if i < len(names) else None))
+            for i, value in enumerate(args)
+        )
+        named = {name: shard_batch(value, mesh, layout_of(None, name)) for name, value in kwargs.items()}
+        return placed, named
+
+    return entry
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """Give the mesh of a parallelized model.
+
+    Raises:
+        SpecError: the model did not come out of `parallelize`.
+    """
+    state = state_of(model)
+    if state is None or state.policy.mesh is None:
+        raise SpecError(
+            explain("mesh_of: no mesh.", got=type(model).__name__, needs="a model of parallelize", fix="parallelize it")
+        )
+    return state.policy.mesh
+
+

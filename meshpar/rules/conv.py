@@ -1,0 +1,215 @@
+"""Convolutions: every rank fetches the rows under its outputs, padding included, and convolves them.
+
+Invariant: one exchange for each sharded spatial dim, of just the rows that windows read and that the rank lacks.
+Padding along a sharded dim lies in the fetched rows, so the local convolution does not pad there; along the other
+dims it pads as on one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from meshpar import pieces
+from meshpar.intervals import Rows, chunks, window, window_rows
+from meshpar.rules.spatial import settle, sharded_dims
+from meshpar.rules.windows import fetch_or_cut, frozen, only_read, output_shape, per_dim, spec
+from meshpar.spmd import gather_call, rule
+
+_CONVS: dict[str, Callable[..., Tensor]] = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
+
+Size = int | Sequence[int]
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Size = 1,
+    padding: str | Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    op: str = "conv2d",
+) -> Tensor:
+    """Convolve an activation as `torch.nn.Conv1d`, `Conv2d` or `Conv3d` do.
+
+    Args:
+        x: global shape (B, C, *spatial) or (C, *spatial); a plain tensor is convolved by plain torch.
+        weight: plain, equal on all ranks, or a DTensor.
+        bias: likewise, or None.
+        stride: as in torch.
+        padding: as in torch: numbers, "same" or "valid".
+        dilation: as in torch.
+        groups: as in torch.
+        padding_mode: "zeros", "reflect", "replicate" or "circular".
+        op: "conv1d", "conv2d" or "conv3d".
+
+    Returns:
+        Global shape (B, out channels, *outputs), sharded as `x`, in canonical layout.
+
+    Communication:
+        One exchange for each sharded spatial dim: the rows under this rank's outputs that other ranks own; none where
+        each rank owns all that it reads. The backward sends their gradients home. Sharded channels are gathered.
+
+    Raises:
+        RuntimeError: what torch refuses on one process; on all ranks, before any communication.
+    """
+    options = (stride, padding, dilation, groups, padding_mode, op)
+    if not isinstance(x, DTensor):
+        if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+            why = "its weight is an activation, its input is not"
+            return gather_call(_plain, (x, weight, bias, *options), {}, why=why)  # type: ignore[no-any-return]
+        return _plain(x, weight, bias, *options)
+    num_dims = int(op[-2])
+    shape = _output_shape(x, weight, bias, options, num_dims)
+    first = x.dim() - num_dims
+    keep = [*range(first - 1), *range(first, x.dim())]
+    x = settle(x, keep, f"F.{op}")
+    mesh, placements = x.device_mesh, x.placements
+    own_weight = pieces.companion(weight, mesh, placements)
+    own_bias = None if bias is None else pieces.companion(bias, mesh, placements)
+    sharded = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= first}
+    piece = pieces.local(x)
+    if not sharded:
+        return pieces.whole(_plain(piece, own_weight, own_bias, *options), mesh, placements, shape)
+    kernels = tuple(weight.shape[2:])
+    strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
+    pads = _pads(padding, kernels, dilations)
+    empty = []
+    for dim, axis in sharded.items():
+        i = dim - first
+        n, p, out = x.shape[dim], mesh.size(axis), shape[dim]
+        mode = "constant" if padding_mode == "zeros" else padding_mode
+        want = _wanted_rows(n, p, out, kernels[i], strides[i], dilations[i], *pads[i], mode)
+        me = mesh.get_local_rank(axis)
+        piece = fetch_or_cut(piece, dim, n, want, mesh, axis, f"F.{op}", pieces.axis_chunks(mesh, axis, n), me)
+        if piece.shape[dim] == 0:
+            empty.append((dim, (kernels[i] - 1) * dilations[i] + 1))
+    for dim, rows in empty:  # torch refuses a piece without rows: compute one output of zeros and cut it off
+        piece = F.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, rows])
+    inner = tuple((0, 0) if first + i in sharded else pad for i, pad in enumerate(pads))
+    result = _padded_conv(piece, own_weight, own_bias, strides, inner, dilations, groups, padding_mode, op)
+    for dim, _ in empty:
+        result = result.narrow(dim, 0, 0)
+    return pieces.whole(result, mesh, placements, shape)
+
+
+def _output_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], num_dims: int
+) -> tuple[int, ...]:
+    """Give the global shape of the output, or raise what torch raises; the convolutions of meta tensors check little.
+
+    A convolution of no samples on the CPU checks everything and computes nothing.
+    """
+    given = spec(x)
+    assert given is not None
+    lead = x.dim() - num_dims
+    if lead not in (1, 2):
+        return output_shape(_plain, "meta", given, spec(weight), spec(bias), *frozen(options))
+    batch = given.shape[: lead - 1]
+    nothing = type(given)((0, *given.shape[lead - 1 :]), given.dtype)
+    shape = output_shape(_plain, "cpu", nothing, spec(weight), spec(bias), *frozen(options))
+    return (*batch, *shape[1:])
+
+
+def _plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Size,
+    padding: str | Size,
+    dilation: Size,
+    groups: int,
+    padding_mode: str,
+    op: str,
+) -> Tensor:
+    """Convolve plain tensors as the layers of torch.nn do."""
+    if padding_mode == "zeros":
+        return _CONVS[op](x, weight, bias, stride, padding, dilation, groups)
+    num_dims = int(op[-2])
+    pads = _pads(padding, tuple(weight.shape[2:]), per_dim(dilation, num_dims))
+    return _padded_conv(x, weight, bias, stride, pads, dilation, groups, padding_mode, op)
+
+
+def _padded_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Size,
+    pads: tuple[tuple[int, int], ...],
+    dilation: Size,
+    groups: int,
+    padding_mode: str,
+    op: str,
+) -> Tensor:
+    """Convolve plain tensors with padding that is given for both sides of each spatial dim."""
+    inner = tuple(min(pad) if padding_mode == "zeros" else 0 for pad in pads)
+    outer = [side for pad, num in zip(pads, inner, strict=True) for side in reversed([p - num for p in pad])]
+    if any(outer):
+        x = F.pad(x, outer[::-1], mode="constant" if padding_mode == "zeros" else padding_mode)
+    return _CONVS[op](x, weight, bias, stride, inner, dilation, groups)
+
+
+def _pads(padding: str | Size, kernels: tuple[int, ...], dilations: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Give the padding of both sides of each dim; an odd row of "same" goes to the high side.
+
+    Source: `torch.nn.modules.conv._ConvNd.__init__`.
+    """
+    if padding == "valid":
+        return ((0, 0),) * len(kernels)
+    if isinstance(padding, str):
+        totals = [d * (k - 1) for k, d in zip(kernels, dilations, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((p, p) for p in per_dim(padding, len(kernels)))
+
+
+@functools.lru_cache(maxsize=16384)
+def _wanted_rows(
+    n: int, p: int, out: int, kernel: int, stride: int, dilation: int, lo: int, hi: int, mode: str
+) -> tuple[Rows, ...]:
+    """Give the rows that each rank needs for its outputs; see `intervals.window_rows`."""
+    all_rows = window_rows(
+        n, p, out=out, kernel=kernel, stride=stride, dilation=dilation, lo=lo, hi=hi, mode=mode
+    )
+    return tuple(
+        only_read(
+            rows,
+            window(outputs, kernel, stride, dilation)[0],
+            outputs,
+            own,
+            kernel=kernel,
+            stride=stride,
+            dilation=dilation,
+        )
+        for rows, outputs, own in zip(all_rows, chunks(out, p), chunks(n, p), strict=True)
+    )
+
+
+def _handler(op: str) -> Callable[..., Tensor]:
+    def handler(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Size = 1,
+        padding: str | Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        return convolve(
+            input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, op=op
+        )
+
+    return handler
+
+
+for _op, _function in _CONVS.items():
+    rule(_function)(_handler(_op))
+assert torch.conv2d is F.conv2d  # one registration serves both names
