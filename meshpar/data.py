@@ -29,6 +29,16 @@ BUCKET_BYTES = 64 * 2**20
 def own_tensors(module: nn.Module) -> None:
     """Give a rewritten module parameters and buffers of its own; ties stay ties."""
     memo: dict[int, Tensor] = {}
+    odd = [f"{name}: a {type(p).__name__}" for name, p in module.named_parameters() if type(p) is not nn.Parameter]
+    if odd:
+        raise SpecError(
+            explain(
+                "parallelize: parameters of a kind that cannot be made parallel.",
+                got=odd[:5],
+                needs="plain parameters, initialised, as on one process",
+                fix="initialise lazy modules by a forward first; give the model before any other wrapper",
+            )
+        )
     for owner in module.modules():
         for name, p in owner._parameters.items():
             if p is not None:
@@ -46,16 +56,7 @@ def own_tensors(module: nn.Module) -> None:
 
 
 def _twin(p: nn.Parameter) -> nn.Parameter:
-    twin = type(p)(p.detach().clone(), requires_grad=p.requires_grad) if type(p) is nn.Parameter else None
-    if twin is None:
-        raise SpecError(
-            explain(
-                "parallelize: a parameter of a kind that cannot be made parallel.",
-                got=f"a {type(p).__name__} of shape {tuple(p.shape)}",
-                needs="plain parameters, initialised, on one process",
-                fix="initialise lazy modules by a forward first; give the model before any other wrapper",
-            )
-        )
+    twin = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
     twin.__dict__.update(p.__dict__)
     return twin
 
@@ -70,7 +71,7 @@ def make_equal(module: nn.Module, mesh: DeviceMesh) -> None:
         SpecError: the ranks hold different models, or parameters without data; on all ranks, before the broadcasts.
     """
     tensors = _distinct([*module.parameters(), *module.buffers()])
-    hollow = [name for name, t in module.state_dict().items() if isinstance(t, Tensor) and t.is_meta]
+    hollow = [name for name, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
     _same_structure(module, mesh, hollow)
     bucket: list[Tensor] = []
     waiting = 0
@@ -176,9 +177,10 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
         gradients after its backward.
     """
     summed = private.flatten(mesh, ("data", "domain"), SUMMED)
+    chosen = units(module, shard_modules)
     if summed.size() == 1 or next(module.parameters(), None) is None:
         return
-    for unit in [*units(module, shard_modules), module]:
+    for unit in [*chosen, module]:
         fully_shard(unit, mesh=summed)
     for m in module.modules():
         if isinstance(m, FSDPModule):

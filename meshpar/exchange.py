@@ -7,14 +7,15 @@ opaque to the compiler and differentiable any number of times, since each is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshpar import private, record
-from meshpar.errors import PeerError, explain
+from meshpar.errors import PeerError, ShardingError, explain
 from meshpar.intervals import Interval, Rows, interval_rows
 from meshpar.plans import OWN, PADDING, Copy, Plan, decode, encode, make_plan
 
@@ -50,32 +51,58 @@ def fetch(
         the same rows home, and adds them there.
 
     Raises:
-        ShardingError: the lists overlap, or ask for rows that nobody owns; on all ranks, before any message.
+        ShardingError: the lists overlap, or ask for rows that nobody owns; on all ranks, before any message. On the
+            rank concerned, x does not hold the rows that `have` says.
         PeerError: a peer died, or did not come within the timeout of the group.
     """
+    dim = _checked_dim(x, dim, op)
     rows = tuple(_as_rows(item) for item in want)
     pieces = tuple((a, b) for a, b in have)
+    if len(pieces) != group.size():
+        _refuse(op, f"rows of {len(pieces)} ranks, for a group of {group.size()} on axis {axis}", "one interval a rank")
     plan = make_plan(pieces, rows, group.rank())
+    if x.shape[dim] != plan.have_rows:
+        mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, which owns {plan.have_rows}"
+        _refuse(op, mine, "a piece with the rows that its rank owns")
     if plan.identity:
         return x
     flat_have, flat_want = encode(pieces, rows)
     label = record.here(op)
-    return _fetch(x, dim % x.dim(), list(flat_have), list(flat_want), group.group_name, axis, label, fill)
+    return _fetch(x, dim, list(flat_have), list(flat_want), group.group_name, axis, label, fill, backward=False)
 
 
 def _as_rows(item: Interval | Rows) -> Rows:
     if len(item) == 2 and isinstance(item[0], int):
         return interval_rows(item)  # type: ignore[arg-type]
-    return item  # type: ignore[return-value]
+    return tuple((start, num, step) for start, num, step in item)  # type: ignore[misc]
+
+
+def _checked_dim(x: Tensor, dim: int, op: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        _refuse(op, f"dim {dim}, for a tensor of {x.dim()} dims", f"{-x.dim()} to {x.dim() - 1}")
+    return dim % x.dim()
+
+
+def _refuse(op: str, got: str, needs: str) -> NoReturn:
+    fix = "derive both lists from the global size, e.g. with meshpar.intervals.chunks"
+    raise ShardingError(explain(f"{op}: these rows cannot be exchanged.", got=got, needs=needs, fix=fix))
 
 
 @torch.library.custom_op("meshpar::fetch", mutates_args=())
 def _fetch(
-    x: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str, fill: float
+    x: Tensor,
+    dim: int,
+    have: list[int],
+    want: list[int],
+    group_name: str,
+    axis: str,
+    label: str,
+    fill: float,
+    backward: bool,  # noqa: FBT001
 ) -> Tensor:
     group = private.group_by_name(group_name)
     plan = make_plan(*decode(have, want), group.rank())
-    return _forward(x, dim, plan, group, axis, label, fill, backward=False)
+    return _forward(x, dim, plan, group, axis, label, fill, backward=backward)
 
 
 @torch.library.custom_op("meshpar::fetch_transpose", mutates_args=())
@@ -93,7 +120,15 @@ def _plan_of(have: list[int], want: list[int], group_name: str) -> Plan:
 
 @_fetch.register_fake
 def _(
-    x: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str, fill: float
+    x: Tensor,
+    dim: int,
+    have: list[int],
+    want: list[int],
+    group_name: str,
+    axis: str,
+    label: str,
+    fill: float,
+    backward: bool,  # noqa: FBT001
 ) -> Tensor:
     return _empty_rows(x, dim, _plan_of(have, want, group_name).out_rows)
 
@@ -103,20 +138,20 @@ def _(g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, ax
     return _empty_rows(g, dim, _plan_of(have, want, group_name).have_rows)
 
 
-def _fetch_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _fetch_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.request = inputs[1:7]
 
 
-def _fetch_backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return (_fetch_transpose(g, *ctx.request), *[None] * 7)
+def _fetch_backward(ctx, g):  # type: ignore[no-untyped-def]
+    return (_fetch_transpose(g, *ctx.request), *[None] * 8)
 
 
-def _transpose_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _transpose_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.request = inputs[1:]
 
 
-def _transpose_backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return (_fetch(g, *ctx.request, 0.0), *[None] * 6)
+def _transpose_backward(ctx, g):  # type: ignore[no-untyped-def]
+    return (_fetch(g, *ctx.request, 0.0, backward=True), *[None] * 6)
 
 
 _fetch.register_autograd(_fetch_backward, setup_context=_fetch_context)
@@ -127,10 +162,24 @@ def _empty_rows(x: Tensor, dim: int, rows: int) -> Tensor:
     """Make room for `rows` rows in the memory format of x."""
     shape = list(x.shape)
     shape[dim] = rows
-    for dims, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == dims and x.is_contiguous(memory_format=form) and not x.is_contiguous():
-            return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+    form = torch.contiguous_format
+    if x.dim() in (4, 5) and not _lies_in(x, range(x.dim())) and _lies_in(x, (0, *range(2, x.dim()), 1)):
+        form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
+
+
+def _lies_in(x: Tensor, order: Sequence[int]) -> bool:
+    """Tell whether x is dense with its dims in this order, the last one fastest.
+
+    A piece without rows is judged by the strides of its other dims: `is_contiguous` says yes to any format there.
+    """
+    step = 1
+    for dim in reversed(order):
+        if x.shape[dim] > 1:
+            if x.stride(dim) != step:
+                return False
+            step *= x.shape[dim]
+    return True
 
 
 def _forward(
@@ -226,30 +275,48 @@ def _bytes(message: Tensor) -> Tensor:
     return message.reshape(-1).view(torch.uint8)
 
 
-def _exchange(messages, buffers, group, axis, label, *, backward, meanwhile) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _exchange(
+    messages: list[tuple[int, Tensor]],
+    buffers: list[tuple[int, Tensor]],
+    group: dist.ProcessGroup,
+    axis: str,
+    label: str,
+    *,
+    backward: bool,
+    meanwhile: Callable[[], None],
+) -> None:
     """Post all sends, then all receives; do `meanwhile` while they travel; wait."""
+    messages = [(peer, message) for peer, message in messages if message.numel()]
+    buffers = [(peer, buffer) for peer, buffer in buffers if buffer.numel()]
     num_bytes = sum(message.numel() * message.element_size() for _, message in messages)
     record.note(label, "halo", axis, num_bytes, num_messages=len(messages), backward=backward)
-    ops = [dist.P2POp(dist.isend, _bytes(m), group=group, group_peer=peer) for peer, m in messages if m.numel()]
-    ops += [dist.P2POp(dist.irecv, _bytes(b), group=group, group_peer=peer) for peer, b in buffers if b.numel()]
+    ops = [dist.P2POp(dist.isend, _bytes(m), group=group, group_peer=peer) for peer, m in messages]
+    ops += [dist.P2POp(dist.irecv, _bytes(b), group=group, group_peer=peer) for peer, b in buffers]
+    peers = [peer for peer, _ in (*messages, *buffers)]
     try:
         works = dist.batch_isend_irecv(ops) if ops else []
-        meanwhile()
-        for work in works:
-            work.wait()
     except RuntimeError as error:
-        peers = sorted({peer for peer, _ in messages} | {peer for peer, _ in buffers})
-        raise PeerError(_peer_text(label, axis, group, peers, error)) from error
+        raise PeerError(_peer_text(label, axis, group, peers, peers, error)) from error
+    meanwhile()
+    for i, work in enumerate(works):
+        waits = [peers[i]] if len(works) == len(peers) else peers  # a backend may give one work for the whole batch
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerError(_peer_text(label, axis, group, peers, waits, error)) from error
 
 
-def _peer_text(label: str, axis: str, group: dist.ProcessGroup, peers: list[int], error: Exception) -> str:
+def _peer_text(
+    label: str, axis: str, group: dist.ProcessGroup, peers: Sequence[int], waits: Sequence[int], error: Exception
+) -> str:
     where, _, op = label.rpartition("|")
     ranks = dist.get_process_group_ranks(group)
     told = str(error).splitlines()
     return explain(
         f"{where or 'root'}: {op} lost a peer on axis {axis}.",
         got=[
-            f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in peers]}",
+            f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in sorted(set(peers))]}",
+            f"it failed with global rank(s) {[ranks[peer] for peer in sorted(set(waits))]}",
             told[0][:300] if told else type(error).__name__,
         ],
         needs="every rank of the axis to be alive and to run the same ops in the same order",

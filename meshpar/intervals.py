@@ -123,7 +123,7 @@ def _join(a: Run, b: Run) -> Run | None:
 
 
 def padded(n: int, lo: int, hi: int, mode: str = "constant") -> Rows:
-    """Give the rows of n rows padded by lo and hi; negative padding crops.
+    """Give the rows of n rows padded by lo and hi; negative padding crops, before a circular one wraps.
 
     Args:
         n: rows in all.
@@ -134,30 +134,36 @@ def padded(n: int, lo: int, hi: int, mode: str = "constant") -> Rows:
     Raises:
         ShardingError: the mode needs more rows than there are.
     """
-    least = {"constant": 0, "reflect": max(lo, hi, 0) + 1, "replicate": 1, "circular": max(lo, hi, 0)}
+    before, after, crop = max(lo, 0), max(hi, 0), (max(-lo, 0), max(-hi, 0))
+    least = {
+        "constant": sum(crop),
+        "reflect": max(before, after) + 1,
+        "replicate": 1,
+        "circular": max(before, after) + sum(crop),
+    }
     if mode not in least:
         raise ShardingError(
             explain("pad: unknown mode.", got=f"mode={mode!r}", needs=f"one of {PAD_MODES}", fix="mode='constant'")
         )
-    if (lo > 0 or hi > 0) and n < least[mode]:
+    needed = max(least[mode], sum(crop) - before - after)
+    if (lo or hi) and n < needed:
         raise ShardingError(
             explain(
                 "pad: too few rows.",
                 got=f"{n} rows; mode={mode!r}, padding {lo} and {hi}",
-                needs=f"at least {least[mode]} rows in all for this padding",
+                needs=f"at least {needed} rows in all for this padding",
                 fix="less padding, or mode='constant'",
             )
         )
-    before, after = max(lo, 0), max(hi, 0)
     edge: dict[str, tuple[Run, Run]] = {
         "constant": ((FILL, before, 0), (FILL, after, 0)),
         "reflect": ((before, before, -1), (n - 2, after, -1)),
         "replicate": ((0, before, 0), (n - 1, after, 0)),
-        "circular": ((n - before, before, 1), (0, after, 1)),
+        "circular": ((n - crop[1] - before, before, 1), (crop[0], after, 1)),
     }
     first, last = edge[mode]
     whole = tuple(run for run in (first, (0, n, 1), last) if run[1])
-    return take(whole, max(-lo, 0), count(whole) - max(-hi, 0))
+    return take(whole, crop[0], count(whole) - crop[1])
 
 
 def rolled(n: int, shift: int) -> Rows:
@@ -209,8 +215,10 @@ def window_rows(
     A rank without outputs asks for nothing. `out` is the number of outputs in all, which `ceil_mode` may have raised
     above `window_size`: windows past the end read padding.
     """
-    need = window((0, out), kernel, stride, dilation)[1]
-    whole = padded(n, lo, max(hi, need - n - lo), mode) if mode == "constant" else padded(n, lo, hi, mode)
+    whole = padded(n, lo, hi, mode)
+    beyond = window((0, out), kernel, stride, dilation)[1] - count(whole)
+    if beyond > 0:
+        whole = (*whole, (FILL, beyond, 0))
     return tuple(take(whole, *window(piece, kernel, stride, dilation)) for piece in chunks(out, p))
 
 
@@ -254,7 +262,7 @@ def concatenated(sizes: Sequence[int], interval: Interval) -> tuple[Interval, ..
 def aligned_chunks(n: int, p: int, multiple: int) -> tuple[Interval, ...]:
     """Give a layout of n rows over p ranks in which every piece is a multiple of `multiple` rows.
 
-    It is the canonical layout of n / multiple groups of rows: what a reshape of (n) into (n / multiple, multiple) needs.
+    It is the canonical layout of n / multiple groups: what a reshape of (n) into (n / multiple, multiple) needs.
     """
     assert n % multiple == 0
     return tuple((a * multiple, b * multiple) for a, b in chunks(n // multiple, p))

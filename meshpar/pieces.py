@@ -138,6 +138,36 @@ def part_factor(mesh: DeviceMesh, placements: Sequence[Placement]) -> float:
     return 1.0 / same
 
 
+class _SumGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh, axis, label):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        ctx.request = mesh, axis, label
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        mesh, axis, label = ctx.request
+        total = g.clone(memory_format=torch.contiguous_format)
+        for group, name in groups_over(mesh, (axis,)):
+            note_all_reduce(label, "reduction", group, name, total, backward=True)
+            dist.all_reduce(total, group=group)
+        return total, None, None, None
+
+
+def as_part(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Give a plain tensor for a computation that lies in `placements`; its gradient obeys the convention.
+
+    Communication:
+        None forward. Where the tensor axis shards the computation, an all-reduce of the gradient over it: nobody
+        else adds up the parts there.
+    """
+    w = scale_grad(w, part_factor(mesh, placements))
+    axis = axes_of(mesh).index("tensor")
+    if not w.requires_grad or mesh.size(axis) == 1 or placements[axis].is_replicate():
+        return w
+    return _SumGrad.apply(w, mesh, axis, record.here("companion"))
+
+
 def companion(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Give the whole of a weight for a local computation whose other input lies in `placements`.
 
@@ -150,10 +180,10 @@ def companion(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> T
         Plain local tensor with the global shape of `w`; its gradient obeys the convention.
 
     Communication:
-        None for plain tensors; an all-gather for a sharded DTensor.
+        None for plain tensors but on the tensor axis, see `as_part`; an all-gather for a sharded DTensor.
     """
     if not isinstance(w, DTensor):
-        return scale_grad(w, part_factor(mesh, placements))
+        return as_part(w, mesh, placements)
     grad = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
     return local(moved(w, [Replicate()] * mesh.ndim, "companion"), grad)
 
@@ -165,7 +195,7 @@ def moved(x: DTensor, placements: Sequence[Placement], op: str, kind: str = "red
         return x
     label = record.here(op)
     for axis, (old, new) in enumerate(zip(x.placements, target, strict=True)):
-        if old != new and not old.is_replicate():
+        if old != new and not old.is_replicate() and x.device_mesh.size(axis) > 1:
             record.note(label, kind, axes_of(x.device_mesh)[axis], _moved_bytes(x, axis, old, new), why=why)
     return x.redistribute(placements=target)
 

@@ -7,6 +7,7 @@ their order without asking; one message goes to each peer, and every row goes to
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,9 +102,7 @@ def make_plan(have: tuple[Interval, ...], want: tuple[Rows, ...], me: int) -> Pl
             packed[peer] = (len(receives), into)
             receives.append((peer, sum(size(interval) for interval in into)))
     copies = _copies(have, want[me], me, packed)
-    identity = all(
-        rows == (((a, b - a, 1),) if b > a else ()) for rows, (a, b) in zip(want, have, strict=True)
-    )
+    identity = all(rows == (((a, b - a, 1),) if b > a else ()) for rows, (a, b) in zip(want, have, strict=True))
     return Plan(count(want[me]), size(mine), tuple(sends), tuple(receives), copies, identity)
 
 
@@ -138,13 +137,14 @@ def _place(pieces: tuple[Interval, ...], row: int) -> int:
         if start <= row < stop:
             return at + row - start
         at += stop - start
-    raise AssertionError(f"row {row} is not in the message")
+    msg = f"row {row} is not in the message"
+    raise AssertionError(msg)
 
 
 def _spread(out: int, num: int, source: int, start: int, step: int, places: list[int]) -> list[Copy]:
     if not places:
         return [Copy(out, num, source, start, step)]
-    steps = {b - a for a, b in zip(places, places[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(places)}
     if len(steps) <= 1:
         return [Copy(out, num, source, places[0], next(iter(steps), 1))]
     return [Copy(out + i, 1, source, place, 1) for i, place in enumerate(places)]
@@ -158,13 +158,15 @@ def check(have: tuple[Interval, ...], want: tuple[Rows, ...]) -> None:
         wrong.append(f"{len(have)} ranks have rows, {len(want)} want some")
     wrong += [f"rank {r} has {piece}" for r, piece in enumerate(have) if not 0 <= piece[0] <= piece[1]]
     full = sorted((piece, r) for r, piece in enumerate(have) if piece[1] > piece[0])
-    for (a, r), (b, q) in zip(full, full[1:], strict=False):
+    for (a, r), (b, q) in itertools.pairwise(full):
         if size(intersect(a, b)):
             wrong.append(f"ranks {r} and {q} both have rows {intersect(a, b)}")
     for r, rows in enumerate(want):
         for run in rows:
             owned = sum(size(part_inside(run, piece)) for piece in have)
-            if run[0] != FILL and owned != run[1]:
+            if run[1] < 0 or (run[0] == FILL and run[2] != 0):
+                wrong.append(f"rank {r} wants {run}, which is no run")
+            elif run[0] != FILL and owned != run[1]:
                 wrong.append(f"rank {r} wants run {run}, of which {run[1] - owned} rows belong to nobody")
     if wrong:
         raise ShardingError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -69,3 +70,28 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup |
     """All-gather equal pieces (torch 2.13 renamed the function; the old name is what 2.11 has)."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, mine, group=group)
+
+
+@functools.cache
+def wrap_checkpointed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Pass every function given to `torch.utils.checkpoint` through `wrap` first, from now on in this process.
+
+    Public when `checkpoint` keeps the function modes for the recomputation, or takes a hook for all calls.
+    """
+    module = torch.utils.checkpoint
+    generator = module._checkpoint_without_reentrant_generator
+    apply = module.CheckpointFunction.apply
+
+    @functools.wraps(generator)
+    def wrapped_generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(wrap(fn), *args, **kwargs)
+
+    class Reentrant:
+        """Stand where `torch.utils.checkpoint` looks for its autograd function."""
+
+        @staticmethod
+        def apply(fn: Callable[..., Any], *args: Any) -> Any:
+            return apply(wrap(fn), *args)
+
+    module._checkpoint_without_reentrant_generator = wrapped_generator
+    module.CheckpointFunction = Reentrant  # type: ignore[misc, assignment]

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -112,15 +112,10 @@ def rule(*functions: Callable[..., Any], status: str = "rule") -> Callable[[Hand
 def functions(*names: str, spaces: Iterable[Any] = ()) -> list[Callable[..., Any]]:
     """Find the torch functions of some names: in torch, as tensor methods, in torch.nn.functional, torch.special."""
     found: dict[Callable[..., Any], None] = {}
+    modules = (torch, torch.nn.functional, torch.special, torch.linalg)
     for name in names:
-        for space in (
-            *spaces,
-            torch,
-            torch.Tensor,
-            torch.nn.functional,
-            torch.special,
-            torch.linalg,
-        ):
+        # A module has an __eq__ too, of modules.
+        for space in (*spaces, torch.Tensor, *(() if name.startswith("__") else modules)):
             function = getattr(space, name, None)
             if callable(function):
                 found[function] = None
@@ -137,6 +132,7 @@ class Spmd(TorchFunctionMode):
     def __enter__(self) -> Spmd:
         if not hasattr(_POLICIES, "stack"):
             _POLICIES.stack = []
+        private.wrap_checkpointed(_under_rules)
         _POLICIES.stack.append(self.policy)
         super().__enter__()
         return self
@@ -176,10 +172,16 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Run a torch function that meets activations: by its rule, else by the gather."""
     found = RULES.get(func)
     if found is not None:
+        if kwargs and not _ALIASES.keys().isdisjoint(kwargs) and not isinstance(func, FunctionType):
+            kwargs = {_ALIASES.get(key, key): value for key, value in kwargs.items()}
         return found.handler(*args, **kwargs)
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return func(*args, **kwargs)
     return gather_call(func, args, kwargs, why="no rule")
+
+
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+"""The names of numpy that torch takes too."""
 
 
 def _find(items: Iterable[Any], found: list[DTensor]) -> None:
@@ -229,11 +231,11 @@ def announce_gather(op: str, tensors: Iterable[DTensor], why: str) -> None:
     mode = policy().on_gather
     if mode == "allow":
         return
-    sharded = [x for x in tensors if any(not p.is_replicate() for p in x.placements)]
+    sharded = [x for x in tensors if is_split(x)]
     if not sharded:
         return
     num_bytes = sum(int(x.numel()) * x.element_size() for x in sharded)
-    where = record.here(op).rpartition("|")[0] or "outside of a module"
+    where = record.here(op).rpartition("|")[0] or "root"
     text = explain(
         f"{where}: {op} gathers its inputs ({why}).",
         got=[f"{tuple(x.shape)} in {_show(x)}" for x in sharded] + [f"{num_bytes} bytes on every rank"],
@@ -259,6 +261,11 @@ def _show(x: DTensor) -> str:
     return ", ".join(names)
 
 
+def is_split(x: DTensor) -> bool:
+    """Tell whether ranks hold different things: axes of one rank do not count."""
+    return any(not p.is_replicate() and x.device_mesh.size(axis) > 1 for axis, p in enumerate(x.placements))
+
+
 def _user_frame() -> FrameType | None:
     frame = inspect.currentframe()
     while frame is not None:
@@ -273,7 +280,7 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """Replicate the inputs, run the function on every rank alike, and put the outputs back in their layout.
 
     An output keeps a sharded dim that is still there with its size; otherwise it is replicated. In-place functions
-    and `out=` write into the tensor that they were given.
+    and `out=` write into the tensor that they were given. A function that draws random numbers draws those of rank 0.
 
     Communication:
         An all-gather of every sharded input; of every gradient of a sharded output in the backward.
@@ -281,6 +288,10 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     op = name_of(func)
     found: list[DTensor] = []
     _find((args, kwargs), found)
+    out = kwargs.get("out")
+    target = args[0] if args and _writes_in_place(func) else out
+    if target is not None:
+        _check_targets(target, op)
     announce_gather(op, found, why)
     reference = max(found, key=lambda x: (sum(not p.is_replicate() for p in x.placements), x.numel()))
     mesh = reference.device_mesh
@@ -295,31 +306,43 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         if not isinstance(x, Tensor):
             return x
         full = pieces.whole(x, mesh, pieces.replicated(mesh), x.shape)
-        return full.redistribute(placements=_layout_after(reference, x))
+        return full.redistribute(placements=layout_after(reference, x))
 
-    target = args[0] if args and _writes_in_place(func) else kwargs.get("out")
-    if target is None:
-        plain_args, plain_kwargs = pytree.tree_map(enter, (args, kwargs))
-        return pytree.tree_map(leave, func(*plain_args, **plain_kwargs))
-    if not isinstance(target, DTensor):
-        raise ShardingError(
-            explain(
-                f"{op}: cannot write activations into a plain tensor.",
-                got=f"{type(target).__name__} to write into, DTensors to write",
-                needs="an activation as the target",
-                fix="make it with x.new_zeros(...) or zeros_like(x), or use the form that returns a new tensor",
-            )
-        )
-    others = {key: value for key, value in kwargs.items() if key != "out"}
-    plain_args, plain_kwargs = pytree.tree_map(enter, (args, others))
-    if "out" in kwargs:
-        result = func(*plain_args, **plain_kwargs)
+    def write(old: DTensor, new: Tensor) -> DTensor:
+        full = pieces.whole(new, mesh, pieces.replicated(mesh), new.shape)
+        old.copy_(full.redistribute(placements=old.placements))
+        return old
+
+    named = {key: value for key, value in kwargs.items() if key != "out"}
+    plain_args, plain_kwargs = pytree.tree_map(enter, (args, named))
+    if target is not None and target is not out:
+        # A copy, since the backward of what made the target may need it as it was.
+        plain_args = (plain_args[0].clone(), *plain_args[1:])
+    if func in RANDOM:
+        result = RULES[same_numbers].handler(func, plain_args, plain_kwargs, mesh)
     else:
-        result = plain_args[0].clone()
-        func(result, *plain_args[1:], **plain_kwargs)
-    full = pieces.whole(result, mesh, pieces.replicated(mesh), result.shape)
-    target.copy_(full.redistribute(placements=target.placements))
-    return target
+        result = func(*plain_args, **plain_kwargs)
+    if target is None:
+        return pytree.tree_map(leave, result)
+    if target is not out:
+        return write(target, plain_args[0])
+    if isinstance(out, DTensor):
+        return write(out, result)
+    parts = [write(old, new) for old, new in zip(out, result, strict=True)]
+    return type(result)(parts)
+
+
+def _check_targets(target: Any, op: str) -> None:
+    for x in target if isinstance(target, list | tuple) else (target,):
+        if not isinstance(x, DTensor):
+            raise ShardingError(
+                explain(
+                    f"{op}: cannot write activations into a plain tensor.",
+                    got=f"{type(x).__name__} to write into, DTensors to write",
+                    needs="an activation as the target",
+                    fix="make it with x.new_zeros(...) or zeros_like(x), or use the form that returns a new tensor",
+                )
+            )
 
 
 def _writes_in_place(func: Callable[..., Any]) -> bool:
@@ -332,17 +355,21 @@ def _writes_in_place(func: Callable[..., Any]) -> bool:
 _NOT_IN_PLACE = ("__index__", "__int__", "__invert__", "__iter__", "__init__", "__instancecheck__")
 
 
-def _layout_after(reference: DTensor, x: Tensor) -> list[Any]:
+def layout_after(reference: DTensor, x: Tensor) -> list[Any]:
+    """Choose placements for a tensor that follows from another: a dim of the same size, from the front or the back."""
     out: list[Any] = []
-    for placement in reference.placements:
+    used: set[int] = set()
+    for axis, placement in enumerate(reference.placements):
         keep: Any = Replicate()
         if isinstance(placement, Shard):
             n = reference.shape[placement.dim]
-            back = placement.dim - reference.dim()
-            if placement.dim < x.dim() and x.shape[placement.dim] == n:
-                keep = Shard(placement.dim)
-            elif x.dim() >= -back and x.shape[back] == n:
-                keep = Shard(back + x.dim())
+            back = placement.dim - reference.dim() + x.dim()
+            for dim in (placement.dim, back):
+                if 0 <= dim < x.dim() and x.shape[dim] == n and dim not in used:
+                    keep = Shard(dim)
+                    break
+            if keep.is_shard() and reference.device_mesh.size(axis) > 1:
+                used.add(keep.dim)
         out.append(keep)
     return out
 
@@ -350,6 +377,21 @@ def _layout_after(reference: DTensor, x: Tensor) -> list[Any]:
 def is_on() -> bool:
     """Tell whether the mode is in force right here: it is not inside of a rule, nor in a recomputation."""
     return any(isinstance(mode, Spmd) for mode in private.function_modes())
+
+
+def _under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a checkpointed function meet the same rules when autograd runs it again, where no mode is in force."""
+    if not is_on():
+        return function
+    told, label = policy(), record.here("")
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        if is_on():
+            return function(*args, **kwargs)
+        with record.inside(label.rpartition("|")[0]), Spmd(told):
+            return function(*args, **kwargs)
+
+    return again
 
 
 @contextlib.contextmanager

@@ -30,14 +30,11 @@ from meshpar.intervals import Interval, adaptive_rows, adaptive_window, chunks, 
 from meshpar.rules.pool import lowest
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import (
-    Run1,
     Segment,
+    checked_shape,
     fetch_or_cut,
-    frozen,
     global_index,
-    output_shape,
     run_segments,
-    spec,
 )
 from meshpar.spmd import rule
 
@@ -166,7 +163,7 @@ def adaptive_mean(x: DTensor, num_dims: int, output_size: OutputSize) -> DTensor
         of the outputs, at least in float32, over the axes concerned; none backward.
     """
     op = f"F.adaptive_avg_pool{num_dims}d"
-    shape = output_shape(_MEAN[num_dims], "meta", spec(x), frozen(output_size))
+    shape = checked_shape(_MEAN[num_dims], x, num_dims, output_size)
     x = settle(x, range(x.dim()), op)
     if (nothing := _empty(x, shape)) is not None:
         return nothing
@@ -183,9 +180,7 @@ def adaptive_mean(x: DTensor, num_dims: int, output_size: OutputSize) -> DTensor
     return pieces.whole(result, x.device_mesh, placements, shape)
 
 
-def adaptive_max(
-    x: DTensor, num_dims: int, output_size: OutputSize, *, indices: bool = False
-) -> tuple[DTensor, ...]:
+def adaptive_max(x: DTensor, num_dims: int, output_size: OutputSize, *, indices: bool = False) -> tuple[DTensor, ...]:
     """Give the maxima under windows that tile the grid and, if asked for, their flat positions in the global plane.
 
     Arguments and result as in `adaptive_mean`. The gradient goes to the position of the maximum alone: the first of
@@ -196,7 +191,7 @@ def adaptive_max(
         every rank's maxima and their positions over the axis; none backward.
     """
     op = f"F.adaptive_max_pool{num_dims}d"
-    shape = output_shape(_MAX_INDICES[num_dims], "meta", spec(x), frozen(output_size))
+    shape = checked_shape(_MAX_INDICES[num_dims], x, num_dims, output_size)
     x = settle(x, range(x.dim()), op)
     if (nothing := _empty(x, shape)) is not None:
         return (nothing, _like_index(nothing)) if indices else (nothing,)
@@ -211,7 +206,7 @@ def adaptive_max(
 
     results = run_segments(piece, plan, run, shape[-num_dims:], fill=lowest(x.dtype))
     for axis in reduced:
-        results = best_over(*results, x.device_mesh, axis, op)
+        results = best_over(results[0], results[1], x.device_mesh, axis, op)
     wanted = results if indices else results[:1]
     return tuple(pieces.whole(result, x.device_mesh, placements, shape) for result in wanted)
 
@@ -225,7 +220,7 @@ class _Best(torch.autograd.Function):
     """Choose among the ranks; the gradient goes to the rank that was chosen."""
 
     @staticmethod
-    def forward(ctx, values, where, mesh, axis, label):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, values, where, mesh, axis, label):  # type: ignore[no-untyped-def]
         all_values, all_where = (_all_gathered(t, mesh, axis, label) for t in (values, where))
         nan = torch.isnan(all_values)
         equal = (all_values == all_values.amax(0)) & ~nan
@@ -240,7 +235,7 @@ class _Best(torch.autograd.Function):
         return all_values.gather(0, winner)[0], chosen
 
     @staticmethod
-    def backward(ctx, g, _):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g, _):  # type: ignore[no-untyped-def]
         return torch.where(ctx.mine, g, torch.zeros_like(g)), *[None] * 4
 
 

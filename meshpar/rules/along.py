@@ -1,6 +1,6 @@
 """Functions that work along one dim: local where no rank boundary crosses it, gathered otherwise.
 
-Invariant: only the size of the named dim may change.
+Invariant: only the size of the named dim may change. `F.normalize` is exact along a sharded dim too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from meshpar import pieces
+from meshpar.rules.pointwise import write_into
 from meshpar.rules.spatial import settle
-from meshpar.spmd import functions, gather_call, name_of, rule
+from meshpar.spmd import call, functions, gather_call, name_of, rule
 
 SAME_RANK = {
     "cumsum": 1,
@@ -26,7 +27,6 @@ SAME_RANK = {
     "sort": 1,
     "argsort": 1,
     "topk": 2,
-    "softmin": 1,
     "glu": 1,
     "diff": 2,
 }
@@ -67,10 +67,6 @@ for _name, _position in SAME_RANK.items():
 @rule(F.normalize)
 def normalize(input: DTensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:  # noqa: A002
     """Divide by the p-norm along a dim, sharded or not."""
-    from meshpar.rules.moments import vector_norm
-    from meshpar.rules.pointwise import map_pieces
-    from meshpar.rules.reduce import dims_of
-
-    length = vector_norm(input, float(p), dims_of(dim, input.dim()), keepdim=True, op="F.normalize")
-    result = map_pieces(lambda x, n: x / n.clamp_min(eps), (input, length), {})
-    return result if out is None else out.copy_(result)
+    length = call(Tensor.norm, (input, p, dim), {"keepdim": True})
+    result = call(Tensor.div, (input, call(Tensor.clamp_min, (length, eps), {})), {})
+    return result if out is None else write_into(out, result, "F.normalize")

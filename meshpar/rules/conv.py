@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from meshpar import pieces
 from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.rules.spatial import settle, sharded_dims
-from meshpar.rules.windows import fetch_or_cut, frozen, only_read, output_shape, per_dim, spec
+from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
 from meshpar.spmd import gather_call, rule
 
 _CONVS: dict[str, Callable[..., Tensor]] = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
@@ -69,7 +68,7 @@ def convolve(
             return gather_call(_plain, (x, weight, bias, *options), {}, why=why)  # type: ignore[no-any-return]
         return _plain(x, weight, bias, *options)
     num_dims = int(op[-2])
-    shape = _output_shape(x, weight, bias, options, num_dims)
+    shape = checked_shape(_plain, x, num_dims, spec(weight), spec(bias), *options)
     first = x.dim() - num_dims
     keep = [*range(first - 1), *range(first, x.dim())]
     x = settle(x, keep, f"F.{op}")
@@ -100,24 +99,6 @@ def convolve(
     for dim, _ in empty:
         result = result.narrow(dim, 0, 0)
     return pieces.whole(result, mesh, placements, shape)
-
-
-def _output_shape(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...], num_dims: int
-) -> tuple[int, ...]:
-    """Give the global shape of the output, or raise what torch raises; the convolutions of meta tensors check little.
-
-    A convolution of no samples on the CPU checks everything and computes nothing.
-    """
-    given = spec(x)
-    assert given is not None
-    lead = x.dim() - num_dims
-    if lead not in (1, 2):
-        return output_shape(_plain, "meta", given, spec(weight), spec(bias), *frozen(options))
-    batch = given.shape[: lead - 1]
-    nothing = type(given)((0, *given.shape[lead - 1 :]), given.dtype)
-    shape = output_shape(_plain, "cpu", nothing, spec(weight), spec(bias), *frozen(options))
-    return (*batch, *shape[1:])
 
 
 def _plain(
@@ -176,9 +157,7 @@ def _wanted_rows(
     n: int, p: int, out: int, kernel: int, stride: int, dilation: int, lo: int, hi: int, mode: str
 ) -> tuple[Rows, ...]:
     """Give the rows that each rank needs for its outputs; see `intervals.window_rows`."""
-    all_rows = window_rows(
-        n, p, out=out, kernel=kernel, stride=stride, dilation=dilation, lo=lo, hi=hi, mode=mode
-    )
+    all_rows = window_rows(n, p, out=out, kernel=kernel, stride=stride, dilation=dilation, lo=lo, hi=hi, mode=mode)
     return tuple(
         only_read(
             rows,
@@ -203,9 +182,7 @@ def _handler(op: str) -> Callable[..., Tensor]:
         dilation: Size = 1,
         groups: int = 1,
     ) -> Tensor:
-        return convolve(
-            input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, op=op
-        )
+        return convolve(input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, op=op)
 
     return handler
 

@@ -1,13 +1,15 @@
 """Reductions made of others: variances, norms, products, log-sum-exp, softmax over sharded dims.
 
 Invariant: each is the composition that defines it, so its gradient is theirs; values are centred or scaled before
-they are added up, as torch does on one process.
+they are added up, as torch does on one process, and parts are added up in float32 or wider. Where a root or a
+logarithm has an infinite slope the gradient is what torch gives, which is zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,220 +17,227 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
-from meshpar.rules import reduce
-from meshpar.rules.pointwise import map_pieces
-from meshpar.rules.reduce import Dims, dims_of, total
-from meshpar.spmd import functions, gather_call, rule
+from meshpar.rules.extremes import extreme_over, shared_extreme
+from meshpar.rules.pointwise import write_into
+from meshpar.rules.reduce import Parts, dims_of, forecast, reduction, register, settled, wide
+from meshpar.spmd import functions, gather_call, name_of, rule
 
 
-def _each(func: Callable[..., Tensor], *args: Any) -> DTensor:
-    return map_pieces(func, args, {})  # type: ignore[no-any-return]
+def _root(x: Tensor, order: float = 2.0) -> Tensor:
+    """Take a root whose slope at zero is zero."""
+    zero = x == 0
+    inner = torch.where(zero, torch.ones_like(x), x)
+    return torch.where(zero, torch.full_like(x, 0.0 ** (1 / order) if order > 0 else math.inf), inner.pow(1 / order))
 
 
-def _reduces_sharded(x: DTensor, dims: tuple[int, ...]) -> bool:
-    return any(pieces.shard_axes(x, d) for d in dims)
+def _spread_and_centre(parts: Parts, correction: float) -> tuple[Tensor, Tensor]:
+    """Give variance and mean, in two all-reduces: the mean, then the squares around it with the mean's own error."""
+    x = parts.piece.to(wide(parts.piece.dtype))
+    is_complex = x.is_complex()
+    if is_complex:
+        x = torch.view_as_real(x)
+    centre = parts.sum(x.sum(dim=parts.dims, keepdim=True)) / parts.num
+    off = x - parts.spread(centre)
+    sums = torch.stack([off.square().sum(dim=parts.dims, keepdim=True), off.sum(dim=parts.dims, keepdim=True)])
+    squares, rest = parts.sum(sums)
+    # The corrected two-pass algorithm (Chan, Golub and LeVeque 1983): `rest` is zero but for rounding.
+    spread = (squares - rest.square() / parts.num).clamp_min(0)
+    mean = centre + rest / parts.num
+    if is_complex:
+        spread, mean = spread.sum(-1), torch.view_as_complex(mean)
+    return parts.squeezed(spread / max(parts.num - correction, 0)), parts.squeezed(mean)
 
 
-def _variance(
-    x: DTensor, dims: tuple[int, ...], correction: float, *, keepdim: bool, op: str
-) -> tuple[DTensor, DTensor]:
-    """Give variance and mean: squares of centred values, so that mean >> std does not matter."""
-    num = math.prod(x.shape[d] for d in dims)
-    wide = _each(lambda t: t.to(reduce._wide(t)), x)
-    centre = total(wide, dims, op, keepdim=True) / num
-    squares = _each(lambda t, m: (t - m).abs().square(), wide, centre)
-    spread = total(squares, dims, op, keepdim=keepdim) / max(num - correction, 0)
-    average = centre if keepdim else pieces.whole(
-        pieces.local(centre).squeeze(dims), x.device_mesh, *_squeezed(centre, dims)
-    )
-    real = spread.dtype if not x.dtype.is_floating_point else x.dtype
-    return _each(lambda t: t.to(real), spread), _each(lambda t: t.to(x.dtype), average)
+def _correction(given: dict[str, Any]) -> float:
+    if given.get("correction") is not None:
+        return float(given["correction"])
+    return 0.0 if given.get("unbiased") is False else 1.0
 
 
-def _squeezed(x: DTensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    placements, shape, _ = reduce.reduced(x, dims, False)
-    return placements, shape
+def _variance(*, root: bool, mean: bool) -> Callable[[Parts], Any]:
+    def sharded(parts: Parts) -> Any:
+        spread, centre = _spread_and_centre(parts, _correction(dict(parts.given)))
+        spread = (_root(spread) if root else spread).to(parts.dtype)
+        return (spread, centre.to(parts.piece.dtype)) if mean else spread
+
+    return sharded
 
 
-def _variance_rule(name: str) -> Callable[..., Any]:
-    func = getattr(torch, name)
+def _two_signatures(sharded: Callable[[Parts], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Tell `var(x, unbiased)` from `var(x, dim, unbiased, keepdim)` and `var(x, dim, *, correction, keepdim)`."""
 
-    def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-        given = _variance_arguments(input, args, kwargs)
-        if given is None or not input.dim() or kwargs.get("out") is not None:
-            return gather_call(func, (input, *args), kwargs, why="arguments without a rule")
-        dims, correction, keepdim = given
-        spread, average = _variance(input, dims, correction, keepdim=keepdim, op=f"torch.{name}")
-        if name.startswith("std"):
-            spread = _each(torch.sqrt, spread)
-        return (spread, average) if name.endswith("_mean") else spread
+    def make(func: Callable[..., Any]) -> Callable[..., Any]:
+        of_all = reduction("unbiased", sharded)(func)
+        along = reduction("dim unbiased keepdim", sharded)(func)
 
-    return handler
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+            return (of_all if args and isinstance(args[0], bool) else along)(input, *args, **kwargs)
 
+        return handler
 
-def _variance_arguments(
-    x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[int, ...], float, bool] | None:
-    """Read the two signatures of torch.var: (dim, unbiased, keepdim) and (dim, *, correction, keepdim)."""
-    rest = list(args)
-    given = dict(kwargs)
-    if rest and isinstance(rest[0], bool):
-        given["unbiased"] = rest.pop(0)
-    for name in ("dim", "unbiased", "keepdim")[: len(rest)]:
-        given[name] = rest.pop(0)
-    if rest or set(given) - {"dim", "unbiased", "keepdim", "correction"}:
-        return None
-    correction = given.get("correction")
-    if correction is None:
-        correction = 1 if given.get("unbiased", True) else 0
-    return dims_of(given.get("dim"), x.dim()), float(correction), bool(given.get("keepdim", False))
+    return make
 
 
 for _name in ("var", "std", "var_mean", "std_mean"):
-    for _function in functions(_name):
-        rule(_function)(_variance_rule(_name))
+    register(_name, _two_signatures(_variance(root=_name.startswith("std"), mean=_name.endswith("_mean"))))
 
 
-def vector_norm(x: DTensor, order: float, dims: tuple[int, ...], *, keepdim: bool, op: str) -> DTensor:
-    """Give the p-norm over dims."""
-    if order in (math.inf, -math.inf):
-        return reduce._extreme(_each(torch.abs, x), dims, keepdim, maximum=order > 0)
+def norm_of(parts: Parts, order: float) -> Tensor:
+    """Give the p-norm of the elements, in the dtype of `parts`."""
+    if math.isinf(order):
+        size = replace(parts, piece=parts.piece.abs())
+        return shared_extreme(size, maximum=order > 0).to(parts.dtype)
+    x = parts.piece.to(wide(parts.piece.dtype)).abs()
+    zero = x == 0
     if order == 0:
-        return total(_each(lambda t: (t != 0).to(t.dtype), x), dims, op, keepdim=keepdim)
-    powers = total(_each(lambda t: t.abs().pow(order), x), dims, op, keepdim=keepdim)
-    if order == 1:
-        return powers
-    # At zero the root has an infinite slope; torch's gradient of a norm is zero there.
-    return _each(lambda t: torch.where(t == 0, t, torch.where(t == 0, torch.ones_like(t), t).pow(1.0 / order)), powers)
+        powers = torch.where(zero, x * 0, torch.ones_like(x))
+    elif order == 2:
+        powers = x.square()
+    else:
+        # At zero |x|^p has a kink or a pole for p <= 1; torch's gradient is zero there.
+        at_zero = torch.full_like(x, 0.0 if order > 0 else math.inf)
+        powers = torch.where(zero, at_zero, torch.where(zero, torch.ones_like(x), x).pow(order))
+    total = parts.sum(powers.sum(dim=parts.dims, keepdim=parts.keepdim))
+    return (total if order in (0, 1) else _root(total, order)).to(parts.dtype)
 
 
-@rule(*functions("norm"))
-def norm(
-    input: DTensor,  # noqa: A002
-    p: float | str | None = "fro",
-    dim: Dims = None,
-    keepdim: bool = False,  # noqa: FBT001, FBT002
-    out: Any = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Give `torch.norm`: the Frobenius norm or a p-norm."""
-    order = 2.0 if p in ("fro", None) else p
-    if isinstance(order, str) or out is not None or not input.dim():
-        return gather_call(torch.norm, (input, p, dim, keepdim), {"dtype": dtype}, why="arguments without a rule")  # type: ignore[no-any-return]
-    x = input if dtype is None else _each(lambda t: t.to(dtype), input)
-    return vector_norm(x, float(order), dims_of(dim, x.dim()), keepdim=keepdim, op="torch.norm")
+def _norm(default: float, name: str) -> Callable[[Parts], Tensor]:
+    def sharded(parts: Parts) -> Tensor:
+        order = parts.given.get(name, default)
+        order = default if order in ("fro", None) else float(order)
+        piece = parts.piece.to(parts.given.get("dtype") or parts.piece.dtype)
+        return norm_of(replace(parts, piece=piece), order)
+
+    return sharded
+
+
+def _norm_rule(order: str, name: str, *, vector: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the handler of a norm that may be one of vectors or of matrices."""
+
+    def make(func: Callable[..., Any]) -> Callable[..., Any]:
+        as_vector = reduction(order, _norm(2.0, name))(func)
+
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+            if "A" in kwargs:
+                kwargs["input"] = kwargs.pop("A")
+            given = {**dict(zip(order.split(), args, strict=False)), **kwargs}
+            kind, dim = given.get(name, "fro"), given.get("dim")
+            one_dim = isinstance(dim, int) or (dim is None and input.dim() == 1) or (dim is not None and len(dim) == 1)  # type: ignore[arg-type]
+            is_number = isinstance(kind, int | float)
+            if kind in ("fro", None) or (is_number and (vector or one_dim)):
+                return as_vector(input, *args, **kwargs)
+            return gather_call(func, (input, *args), kwargs, why="a norm of matrices")
+
+        return handler
+
+    return make
+
+
+for _function in (torch.norm, torch.Tensor.norm):
+    rule(_function)(_norm_rule("p dim keepdim out dtype", "p", vector=True)(_function))
+rule(torch.linalg.norm)(_norm_rule("ord dim keepdim", "ord", vector=False)(torch.linalg.norm))
+
+
+_vector_norm = reduction("ord dim keepdim", _norm(2.0, "ord"))(torch.linalg.vector_norm)
 
 
 @rule(torch.linalg.vector_norm)
-def linalg_vector_norm(
-    x: DTensor,
-    ord: float = 2,  # noqa: A002
-    dim: Dims = None,
-    keepdim: bool = False,  # noqa: FBT001, FBT002
-    *,
-    dtype: torch.dtype | None = None,
-    out: Any = None,
-) -> Tensor:
-    """Give `torch.linalg.vector_norm`."""
-    if out is not None or not x.dim():
-        args = (x, ord, dim, keepdim)
-        return gather_call(torch.linalg.vector_norm, args, {"dtype": dtype, "out": out}, why="arguments without a rule")  # type: ignore[no-any-return]
-    wide = x if dtype is None else _each(lambda t: t.to(dtype), x)
-    return vector_norm(wide, float(ord), dims_of(dim, x.dim()), keepdim=keepdim, op="torch.linalg.vector_norm")
+def vector_norm(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """Give `torch.linalg.vector_norm`, whose tensor is called x."""
+    return _vector_norm(x, *args, **kwargs)
 
 
-def _peak(x: DTensor, dims: tuple[int, ...]) -> DTensor:
+def _peak(x: Tensor, parts: Parts) -> Tensor:
     """Give the largest value, finite, as a constant: what is taken off before exponentials."""
-    found = reduce._extreme(x.detach(), dims, True, maximum=True)
-    return _each(lambda t: torch.where(t.isinf(), torch.zeros_like(t), t), found)
+    found = extreme_over(x, parts.dims, parts.mesh, parts.axes, parts.op, maximum=True)
+    return torch.where(found.isinf(), torch.zeros_like(found), found)
 
 
-@rule(*functions("logsumexp"))
-def logsumexp(input: DTensor, dim: Dims, keepdim: bool = False, *, out: Any = None) -> Tensor:  # noqa: A002, FBT001, FBT002
+def _logsumexp(parts: Parts) -> Tensor:
     """Give the logarithm of the sum of exponentials."""
-    if out is not None or not input.dim() or not input.is_floating_point():
-        return gather_call(torch.logsumexp, (input, dim, keepdim), {}, why="arguments without a rule")  # type: ignore[no-any-return]
-    dims = dims_of(dim, input.dim())
-    peak = _peak(input, dims)
-    powers = _each(lambda t, m: (t - m).exp(), input, peak)
-    added = _each(lambda t, m: t.log() + m, total(powers, dims, "torch.logsumexp", keepdim=True), peak)
-    if keepdim:
-        return added
-    return pieces.whole(pieces.local(added).squeeze(dims), added.device_mesh, *_squeezed(added, dims))
+    x = parts.piece.to(wide(parts.dtype))
+    peak = _peak(x, parts)
+    total = parts.sum((x - peak).exp().sum(dim=parts.dims, keepdim=True))
+    none = total == 0
+    logs = torch.where(none, torch.full_like(total, -math.inf), torch.where(none, torch.ones_like(total), total).log())
+    return parts.squeezed(logs + peak).to(parts.dtype)
 
 
-def _softmax_rule(func: Callable[..., Any], *, log: bool) -> Callable[..., Any]:
-    op = "log_softmax" if log else "softmax"
-
-    def handler(
-        input: DTensor,  # noqa: A002
-        dim: int | None = None,
-        _stacklevel: int = 3,
-        dtype: torch.dtype | None = None,
-        **others: Any,
-    ) -> Any:
-        if isinstance(_stacklevel, torch.dtype):  # torch.softmax(x, dim, dtype)
-            dtype = _stacklevel
-        if dim is None or not input.dim() or others:
-            return gather_call(func, (input,), {"dim": dim, "dtype": dtype, **others}, why="no dim is named")
-        (d,) = dims_of(dim, input.dim())
-        x = input if dtype is None else _each(lambda t: t.to(dtype), input)
-        plain = torch.log_softmax if log else torch.softmax
-        if not pieces.shard_axes(x, d):
-            return _each(lambda t: plain(t, d), x)
-        shifted = _each(lambda t, m: t - m, x, _peak(x, (d,)))
-        added = total(_each(torch.exp, shifted), (d,), op, keepdim=True)
-        if log:
-            return _each(lambda t, s: t - s.log(), shifted, added)
-        return _each(lambda t, s: t.exp() / s, shifted, added)
-
-    return handler
+register("logsumexp", reduction("dim keepdim", _logsumexp))
 
 
-for _function in functions("softmax"):
-    rule(_function)(_softmax_rule(_function, log=False))
-for _function in functions("log_softmax"):
-    rule(_function)(_softmax_rule(_function, log=True))
+def softmax_over(parts: Parts, *, log: bool) -> Tensor:
+    """Give the softmax, or its logarithm, over sharded dims."""
+    x = parts.piece.to(wide(parts.dtype))
+    shifted = x - _peak(x, parts)
+    total = parts.spread(parts.sum(shifted.exp().sum(dim=parts.dims, keepdim=True)))
+    return (shifted - total.log() if log else shifted.exp() / total).to(parts.dtype)
 
 
-class _Prod(torch.autograd.Function):
+def _softmax_rule(names: str, *, log: bool, sign: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the handler of one form of softmax; in `F` the second argument after the input is a stack level."""
+
+    def make(func: Callable[..., Any]) -> Callable[..., Any]:
+        op = name_of(func)
+
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+            out = kwargs.pop("out", None)
+            if out is not None:
+                return write_into(out, handler(input, *args, **kwargs), op)
+            given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+            x = settled(input, op)
+            dim = given.get("dim")
+            if dim is None and "_stacklevel" in names:
+                dim = 0 if x.dim() in (0, 1, 3) else 1
+            axes = tuple(pieces.shard_axes(x, dim)) if x.dim() and dim in range(-x.dim(), x.dim()) else ()
+            if not axes:
+                result = func(pieces.local(x), *args, **kwargs)
+            else:
+                dims = dims_of(dim, x.dim())
+                dtype = forecast(func, x, args, kwargs).dtype
+                asked = given.get("dtype")
+                piece = pieces.local(x) if asked is None else pieces.local(x).to(asked)
+                parts = Parts(piece * sign, dims, True, x.shape[dims[0]], x.device_mesh, axes, op, dtype, given)
+                result = softmax_over(parts, log=log)
+            return pieces.whole(result, x.device_mesh, x.placements, x.shape)
+
+        return handler
+
+    return make
+
+
+for _name, _log, _sign in (("softmax", False, 1), ("log_softmax", True, 1), ("softmin", False, -1)):
+    for _function in functions(_name):
+        _in_functional = _function is getattr(torch.nn.functional, _name)
+        _names = "dim _stacklevel dtype" if _in_functional else "dim dtype"
+        rule(_function)(_softmax_rule(_names, log=_log, sign=_sign)(_function))
+
+
+class _Product(torch.autograd.Function):
     """Multiply over ranks; the gradient of a factor is the product of the others, also where one is zero."""
 
     @staticmethod
-    def forward(ctx, piece, mesh, axes, op):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
-        whole, others = piece, torch.ones_like(piece)
-        for axis in axes:
-            parts = pieces.all_gather_parts(whole, mesh, axis, op)
-            me = mesh.get_local_rank(axis)
-            others = others * torch.cat([parts[:me], parts[me + 1 :]]).prod(dim=0)
-            whole = parts.prod(dim=0)
+    def forward(ctx, part, parts):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        whole, others = part, torch.ones_like(part)
+        for axis in parts.axes:
+            factors = pieces.all_gather_parts(whole, parts.mesh, axis, parts.op)
+            me = parts.mesh.get_local_rank(axis)
+            others = others * torch.cat([factors[:me], factors[me + 1 :]]).prod(dim=0)
+            whole = factors.prod(dim=0)
         ctx.save_for_backward(others)
         return whole
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
-        return g * ctx.saved_tensors[0], None, None, None
+        return g * ctx.saved_tensors[0].conj(), None
 
 
-@rule(*functions("prod"))
-def prod(
-    input: DTensor,  # noqa: A002
-    dim: int | None = None,
-    keepdim: bool = False,  # noqa: FBT001, FBT002
-    *,
-    dtype: torch.dtype | None = None,
-    out: Any = None,
-) -> Tensor:
+def _prod(parts: Parts) -> Tensor:
     """Multiply over one dim, or over all."""
-    if not input.dim() or out is not None:
-        return gather_call(torch.prod, (input,), {"dtype": dtype}, why="arguments without a rule")  # type: ignore[no-any-return]
-    dims = dims_of(dim, input.dim())
-    x = input if dtype is None else _each(lambda t: t.to(dtype), input)
-    x = reduce._settled(x, "torch.prod")
-    placements, shape, axes = reduce.reduced(x, dims, keepdim)
-    piece = pieces.local(x)
-    for d in reversed(dims):
-        piece = piece.prod(dim=d, keepdim=keepdim)
-    if axes:
-        piece = _Prod.apply(piece, x.device_mesh, tuple(axes), "torch.prod")
-    return pieces.whole(piece, x.device_mesh, placements, shape)
+    part = parts.piece.to(wide(parts.dtype))
+    for d in reversed(parts.dims):
+        part = part.prod(dim=d, keepdim=parts.keepdim)
+    return _Product.apply(part, parts).to(parts.dtype)
+
+
+register("prod", reduction("dim keepdim", _prod))

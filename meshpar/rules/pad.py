@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +24,7 @@ _OP = "F.pad"
 
 
 @rule(F.pad)
-def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:  # noqa: A002
+def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
     """Pad, or crop where the padding is negative; the layers `nn.*Pad*` come here too.
 
     Communication:

@@ -6,6 +6,8 @@ operand that spans a sharded dim is cut, not sent.
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from meshpar import pieces
 from meshpar.errors import ShardingError, explain
-from meshpar.spmd import RULES, call, functions, gather_call, name_of, rule
+from meshpar.spmd import RULES, call, functions, gather_call, layout_after, name_of, rule
 
 NATIVE = """
     abs neg exp log sqrt rsqrt square reciprocal sin cos tanh sigmoid relu silu gelu erf sign floor ceil
@@ -36,7 +38,7 @@ LOCAL = """
     subtract multiply divide true_divide floor_divide remainder fmod float_power atan2 arctan2 fmax fmin hypot
     copysign nextafter logaddexp logaddexp2 eq ne lt le gt ge not_equal less less_equal greater greater_equal
     logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
-    lerp where addcmul addcdiv masked_fill xlogy xlog1py heaviside gcd lcm isclose rsub ldexp polar complex
+    lerp addcmul addcdiv masked_fill xlogy xlog1py heaviside gcd lcm isclose rsub ldexp polar complex
     float half double bfloat16 int long short bool char byte cfloat cdouble zeros_like ones_like full_like empty_like
     __rtruediv__ __rdiv__ __div__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __rpow__ __eq__ __ne__ __lt__ __le__
     __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ __pos__
@@ -47,7 +49,7 @@ IN_PLACE = """
     __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
     abs_ neg_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ sin_ cos_ tanh_ sigmoid_ relu_ silu_ erf_ sign_ floor_ ceil_
     round_ trunc_ add_ sub_ mul_ div_ pow_ clamp_ clamp_min_ clamp_max_ subtract_ multiply_ divide_ lerp_ addcmul_
-    addcdiv_ masked_fill_ copy_ fill_ zero_ logical_and_ logical_or_ logical_not_ leaky_relu_ elu_ celu_ selu_ hardtanh_
+    addcdiv_ masked_fill_ fill_ zero_ logical_and_ logical_or_ logical_not_ leaky_relu_ elu_ celu_ selu_ hardtanh_
     relu6_ threshold_ nan_to_num_ remainder_ fmod_ eq_ ne_ lt_ le_ gt_ ge_
 """
 
@@ -55,19 +57,25 @@ IN_PLACE = """
 def broadcast_placements(
     operands: Sequence[Tensor], shape: Sequence[int]
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """Choose where the output of broadcast operands lies: as its largest sharded operand, axis by axis."""
+    """Choose where the output of broadcast operands lies, axis by axis: sharded wherever an operand is.
+
+    The largest operand decides; one that is spread out along the dim only where no other is sharded there.
+    """
     activations = [x for x in operands if isinstance(x, DTensor)]
     mesh = activations[0].device_mesh
     placements: list[Placement] = []
+    used: set[int] = set()
     for axis in range(mesh.ndim):
         choices = []
         for x in activations:
             placement = x.placements[axis]
             if pieces.is_plain_shard(placement):
-                dim = placement.dim + len(shape) - x.dim()
-                if shape[dim] == x.shape[placement.dim]:
-                    choices.append((x.numel(), dim))
-        placements.append(Shard(max(choices)[1]) if choices else Replicate())
+                dim = placement.dim + len(shape) - x.dim()  # type: ignore[attr-defined]
+                if dim not in used:
+                    choices.append((shape[dim] == x.shape[placement.dim], x.numel(), dim))  # type: ignore[attr-defined]
+        placements.append(Shard(max(choices)[2]) if choices else Replicate())
+        if choices and mesh.size(axis) > 1:
+            used.add(max(choices)[2])
     return mesh, placements
 
 
@@ -87,7 +95,7 @@ def align(
         grad.append(Partial() if keep.is_replicate() and not placement.is_replicate() else keep)
     if isinstance(x, DTensor):
         return pieces.local(pieces.moved(x, own, op), grad)
-    return pieces.scale_grad(pieces.cut(x, mesh, own), pieces.part_factor(mesh, placements))
+    return pieces.cut(pieces.as_part(x, mesh, placements), mesh, own)
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
@@ -119,36 +127,39 @@ def map_pieces(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return pieces.whole(func(*local_args, **local_kwargs), mesh, placements, shape)
 
 
-def _native(func: Callable[..., Any]) -> Callable[..., Any]:
+def _inplace_position(func: Callable[..., Any]) -> int | None:
+    """Give the position of the argument `inplace`, which only functions written in Python have."""
+    if not isinstance(func, types.FunctionType):
+        return None
+    names = list(inspect.signature(func, follow_wrapped=False).parameters)
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _handler(func: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
+    op = name_of(func)
+    at = _inplace_position(func)
+
     def handler(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
-            return _into(func, args, kwargs)
-        operands = [x for x in args if isinstance(x, Tensor)]
-        if operands and _alike(operands) and not any(isinstance(v, Tensor) for v in kwargs.values()):
-            return func(*args, **kwargs)
+            out = kwargs.pop("out")
+            return write_into(out, handler(*args, **kwargs), op, cast=False)
+        if at is not None:
+            inplace = kwargs.pop("inplace", False)
+            if len(args) > at:
+                args, inplace = (*args[:at], *args[at + 1 :]), args[at]
+            if inplace:
+                target, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
+                return _write_mapped(func, target, rest, kwargs, op)
+        if native and all(isinstance(x, DTensor) for x in _tensors((), kwargs)):
+            operands = _tensors(args, kwargs)
+            if _alike(operands):
+                return func(*args, **kwargs)
         return map_pieces(func, args, kwargs)
 
     return handler
 
 
-def _mapped(func: Callable[..., Any]) -> Callable[..., Any]:
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            return _into(func, args, kwargs)
-        if kwargs.pop("inplace", False):
-            result = map_pieces(func, args, kwargs)
-            return args[0].copy_(result)
-        return map_pieces(func, args, kwargs)
-
-    return handler
-
-
-def _into(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = kwargs.pop("out")
-    return _write(out, call(func, args, kwargs), name_of(func))
-
-
-def _write(target: Any, value: Tensor, op: str) -> DTensor:
+def _not_plain(target: Any, op: str) -> None:
     if not isinstance(target, DTensor):
         raise ShardingError(
             explain(
@@ -158,6 +169,27 @@ def _write(target: Any, value: Tensor, op: str) -> DTensor:
                 fix="make it with zeros_like(x) or x.new_zeros(...), or write y = y + x",
             )
         )
+
+
+def write_into(target: Any, value: Any, op: str, *, cast: bool = True) -> Any:
+    """Write values into an activation, or into several, and give it back.
+
+    Args:
+        target: an activation, or a tuple of them.
+        value: what to write, of a shape that expands to the target's, plain or not.
+        op: name of the op, for the record and for errors.
+        cast: whether any dtype may be written into any other, as `copy_` does and arithmetic does not.
+
+    Raises:
+        ShardingError: the target is a plain tensor.
+        RuntimeError: a dtype that torch would refuse too.
+    """
+    if isinstance(target, tuple | list):
+        parts = [write_into(t, v, op, cast=cast) for t, v in zip(target, value, strict=True)]
+        return type(value)(parts) if isinstance(value, tuple) and type(value) is not tuple else tuple(parts)
+    _not_plain(target, op)
+    if not cast:
+        _check_cast(value.dtype, target.dtype)
     if not isinstance(value, DTensor):
         value = pieces.lift(value, target.device_mesh)
     if value.shape != target.shape:
@@ -165,37 +197,98 @@ def _write(target: Any, value: Tensor, op: str) -> DTensor:
     return target.copy_(pieces.moved(value, target.placements, op).to(target.dtype))
 
 
-def _in_place(func: Callable[..., Any], outer: Callable[..., Any] | None) -> Callable[..., Any]:
+def _check_cast(given: torch.dtype, wanted: torch.dtype) -> None:
+    if not torch.can_cast(given, wanted):
+        text = f"result type {given} can't be cast to the desired output type {wanted}"
+        raise RuntimeError(text)
+
+
+def _write_mapped(
+    func: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op: str
+) -> DTensor:
+    """Compute on the pieces, then write: the source is a copy, since the backward may need it as it was."""
+    _not_plain(target, op)
+    shape = torch.broadcast_shapes(target.shape, *(x.shape for x in _tensors(args, kwargs)))
+    if shape != target.shape:
+        text = f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
+        raise RuntimeError(text)
+    source = target.clone() if torch.is_grad_enabled() else target
+    return write_into(target, map_pieces(func, (source, *args), kwargs), op, cast=False)  # type: ignore[no-any-return]
+
+
+_NATIVE_IN_PLACE = {f"{name}_" for name in NATIVE.split() if "__" not in name} | {
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ipow__",
+    "zero_",
+    "fill_",
+}
+
+
+def _in_place(func: Callable[..., Any], outer: Callable[..., Any], *, native: bool) -> Callable[..., Any]:
     op = name_of(func)
 
     def handler(target: Any, *args: Any, **kwargs: Any) -> Any:
-        others = _tensors(args, kwargs)
-        if isinstance(target, DTensor) and _alike([target, *others]):
+        if native and isinstance(target, DTensor) and _alike([target, *_tensors(args, kwargs)]):
             return func(target, *args, **kwargs)
-        if func is torch.Tensor.copy_:
-            return _write(target, args[0] if args else kwargs["src"], op)
-        if outer is None:
-            return gather_call(func, (target, *args), kwargs, why="written in place from operands that lie elsewhere")
-        return _write(target, call(outer, (target, *args), kwargs), op)
+        return _write_mapped(outer, target, args, kwargs, op)
 
     return handler
 
 
-def _outer(name: str) -> Callable[..., Any] | None:
+def _outer(name: str) -> Callable[..., Any]:
     """Find the function that returns what an in-place function writes."""
+    special: dict[str, Callable[..., Any]] = {"zero_": torch.zeros_like, "fill_": torch.fill}
+    if name in special:
+        return special[name]
     plain = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")
+    plain = "__truediv__" if plain == "__div__" else plain
     found = getattr(torch.Tensor, plain, None) or getattr(torch.nn.functional, plain, None)
-    return found if callable(found) else None
+    assert callable(found), name
+    return found  # type: ignore[no-any-return]
 
 
 for _function in functions(*NATIVE.split()):
-    rule(_function, status="native")(_native(_function))
+    rule(_function, status="native")(_handler(_function, native=True))
 for _function in functions(*LOCAL.split()):
-    rule(_function)(_mapped(_function))
+    rule(_function)(_handler(_function, native=False))
 for _name in IN_PLACE.split():
     for _function in functions(_name):
         if _function not in RULES:  # __idiv__ is __itruediv__
-            rule(_function)(_in_place(_function, _outer(_name)))
+            rule(_function)(_in_place(_function, _outer(_name), native=_name in _NATIVE_IN_PLACE))
+
+
+@rule(torch.Tensor.copy_)
+def copy_(target: Any, src: Tensor, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002
+    """Write a tensor into an activation, cast and expanded."""
+    return write_into(target, src, "Tensor.copy_")
+
+
+@rule(torch.where, torch.Tensor.where)
+def where(*args: Any, **kwargs: Any) -> Any:
+    """Choose element by element; with a condition alone, its size depends on the data and it is gathered."""
+    if len(args) + len(kwargs) == 1:
+        return gather_call(torch.where, args, kwargs, why="the size of the result depends on the data")
+    return _WHERE(*args, **kwargs)
+
+
+_WHERE = _handler(torch.where, native=False)
+
+
+@rule(*functions("prelu"))
+def prelu(input: Any, weight: Tensor) -> Any:  # noqa: A002 (torch's name)
+    """Scale what is negative by one weight, or by one a channel."""
+    torch.prelu(*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (input, weight)))  # torch's errors
+    if input.dim() > 1 and weight.dim() == 1:
+        sizes = [-1] + [1] * (input.dim() - 2)
+        weight = call(torch.Tensor.reshape, (weight, sizes), {}) if isinstance(weight, DTensor) else weight.reshape(sizes)
+    return map_pieces(_scaled_negatives, (input, weight), {})
+
+
+def _scaled_negatives(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.prelu(x, scale.reshape(-1)) if x.numel() else x * scale
 
 
 def keep_shape(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,10 +298,42 @@ def keep_shape(func: Callable[..., Any]) -> Callable[..., Any]:
         rest, named = pytree.tree_map(lambda v: pieces.local(v) if isinstance(v, DTensor) else v, (args, kwargs))
         if not isinstance(x, DTensor):
             return func(x, *rest, **named)
-        return pieces.whole(func(pieces.local(x), *rest, **named), x.device_mesh, x.placements, x.shape)
+        out = func(pieces.local(x), *rest, **named)
+        if not isinstance(out, Tensor):
+            return out  # x.type() names the type
+        return pieces.whole(out, x.device_mesh, x.placements, x.shape)
 
     return handler
 
 
 for _function in functions("to", "type", "type_as", "contiguous", "clone", "cpu", "cuda", "real", "imag"):
     rule(_function)(keep_shape(_function))
+for _property in ("real", "imag"):
+    _function = getattr(torch.Tensor, _property).__get__
+    rule(_function)(keep_shape(_function))
+
+
+def _new(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the handler of `new_zeros` and its kin: a dim that has the size of a sharded dim of x is sharded too."""
+
+    def handler(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        ghost = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **{**kwargs, "device": "meta"})
+        placements = layout_after(x, ghost)
+        size = pieces.local_shape(ghost.shape, x.device_mesh, placements)
+        named = {key: value for key, value in kwargs.items() if key != "size"}
+        rest = (kwargs["fill_value"],) if "fill_value" in kwargs else args[1:] if func is torch.Tensor.new_full else ()
+        named.pop("fill_value", None)
+        return pieces.whole(func(pieces.local(x.detach()), size, *rest, **named), x.device_mesh, placements, ghost.shape)
+
+    return handler
+
+
+for _function in functions("new_zeros", "new_ones", "new_empty", "new_full"):
+    rule(_function)(_new(_function))
+
+
+@rule(torch.Tensor.new_tensor)
+def new_tensor(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """Make a tensor of given numbers: the same on every rank."""
+    made = x.detach().to_local().new_tensor(*args, **kwargs)
+    return pieces.whole(made, x.device_mesh, pieces.replicated(x.device_mesh), made.shape)

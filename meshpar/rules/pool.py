@@ -22,14 +22,12 @@ from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import (
     Run1,
     Segment,
+    checked_shape,
     fetch_or_cut,
-    frozen,
     global_index,
     only_read,
-    output_shape,
     per_dim,
     run_segments,
-    spec,
 )
 from meshpar.spmd import rule
 
@@ -53,9 +51,7 @@ def _read_interval(outputs: Interval, n: int, kernel: int, stride: int, dilation
 
 
 @functools.lru_cache(maxsize=16384)
-def _wanted_rows(
-    n: int, p: int, out: int, kernel: int, stride: int, dilation: int, pad: int
-) -> tuple[Rows, ...]:
+def _wanted_rows(n: int, p: int, out: int, kernel: int, stride: int, dilation: int, pad: int) -> tuple[Rows, ...]:
     wanted = []
     for outputs, own in zip(chunks(out, p), chunks(n, p), strict=True):
         start, stop = _read_interval(outputs, n, kernel, stride, dilation, pad)
@@ -200,14 +196,12 @@ def max_pool(
     """
     op = op or f"F.max_pool{num_dims}d"
     args = (kernel_size, stride, padding, dilation, ceil_mode)
-    shape = output_shape(_MAX_INDICES[num_dims], "meta", spec(x), *frozen(args))
+    shape = checked_shape(_MAX_INDICES[num_dims], x, num_dims, *args)
     windows = _windows(num_dims, kernel_size, stride, padding, dilation)
     _, strides, dilations, _ = windows
     plane = tuple(x.shape[-num_dims:])
 
-    def run(
-        part: Tensor, sizes: tuple[int, ...], pads: tuple[int, ...], rows: tuple[int, ...]
-    ) -> tuple[Tensor, ...]:
+    def run(part: Tensor, sizes: tuple[int, ...], pads: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor, ...]:
         if not indices:
             return (_MAX[num_dims](part, sizes, strides, pads, dilations, ceil_mode),)
         values, where = _MAX_INDICES[num_dims](part, sizes, strides, pads, dilations, ceil_mode)
@@ -232,13 +226,11 @@ def mean_pool(
     op = op or f"F.avg_pool{num_dims}d"
     last = () if num_dims == 1 else (divisor_override,)
     args = (kernel_size, () if stride is None else stride, padding, ceil_mode, count_include_pad, *last)
-    shape = output_shape(_MEAN[num_dims], "meta", spec(x), *frozen(args))
+    shape = checked_shape(_MEAN[num_dims], x, num_dims, *args)
     windows = _windows(num_dims, kernel_size, stride, padding, 1)
     _, strides, _, _ = windows
 
-    def run(
-        part: Tensor, sizes: tuple[int, ...], pads: tuple[int, ...], rows: tuple[int, ...]
-    ) -> tuple[Tensor, ...]:
+    def run(part: Tensor, sizes: tuple[int, ...], pads: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor, ...]:
         return (_MEAN[num_dims](part, sizes, strides, pads, ceil_mode, count_include_pad, *last),)
 
     counted = count_include_pad and divisor_override is None
@@ -259,7 +251,7 @@ def power_pool(
     Source: `torch.nn.functional.lp_pool2d`.
     """
     op = f"F.lp_pool{num_dims}d"
-    output_shape(_POWER[num_dims], "meta", spec(x), norm_type, *frozen((kernel_size, stride, ceil_mode)))
+    checked_shape(_POWER[num_dims], x, num_dims, norm_type, kernel_size, stride, ceil_mode)
     x = settle(x, range(x.dim()), op)
     if abs(norm_type) == float("inf"):
         sign = 1 if norm_type > 0 else -1
@@ -291,9 +283,7 @@ def _max_handler(num_dims: int, *, with_indices: bool) -> Callable[..., Any]:
         return_indices: bool = False,  # noqa: FBT001, FBT002
     ) -> Any:
         indices = with_indices or return_indices
-        found = max_pool(
-            input, num_dims, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode, indices=indices
-        )
+        found = max_pool(input, num_dims, kernel_size, stride, padding, dilation, ceil_mode=ceil_mode, indices=indices)
         return found if indices else found[0]
 
     return handler

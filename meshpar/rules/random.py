@@ -8,23 +8,29 @@ its input and agrees along every other; it follows `torch.manual_seed`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshpar import pieces, record
 from meshpar.mesh import axis_group, coordinate
-from meshpar.spmd import RANDOM, functions, name_of, rule, same_numbers
+from meshpar.rules.pointwise import write_into
+from meshpar.rules.reduce import settled
+from meshpar.spmd import RANDOM, functions, gather_call, name_of, rule, same_numbers
 
 _FACTORIES = (
-    "rand randn randint randperm normal bernoulli multinomial poisson rand_like randn_like randint_like "
+    "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
     "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ "
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu gumbel_softmax"
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout "
+    "dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ rrelu rrelu_ gumbel_softmax "
+    "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
+    "fractional_max_pool3d_with_indices scaled_dot_product_attention multi_head_attention_forward "
+    "pca_lowrank svd_lowrank"
 )
 
 RANDOM.update(functions(*_FACTORIES.split()))
@@ -57,7 +63,8 @@ def first_ranks_generator(generator: torch.Generator | None, device: torch.devic
         cuda = device.type == "cuda"
         generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
     own = generator.get_state()
-    shared = own.clone() if dist.get_backend() == "gloo" else own.to(device)
+    # Generator states live on the CPU; a backend without CPU tensors needs them on its own device.
+    shared = own.clone() if "gloo" in dist.get_backend() else own.to(torch.device("cuda", torch.cuda.current_device()))
     dist.broadcast(shared, src=0)
     num_bytes = shared.numel() if dist.get_rank() == 0 else 0
     record.note(record.here(op), "random", "world", num_bytes)
@@ -90,13 +97,14 @@ def _fill(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         numbers = draw(func, (torch.empty(x.shape, dtype=x.dtype, device=x.device), *args), kwargs, x.device_mesh)
         piece = pieces.cut(numbers, x.device_mesh, x.placements)
-        with torch.no_grad():
-            return x.copy_(pieces.whole(piece, x.device_mesh, x.placements, x.shape))
+        return x.copy_(pieces.whole(piece, x.device_mesh, x.placements, x.shape))
 
     return handler
 
 
-for _function in functions("normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"):
+for _function in functions(
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"
+):
     rule(_function)(_fill(_function))
 
 
@@ -109,24 +117,24 @@ def _mix(seed: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-def piece_seed(x: DTensor, op: str) -> int:
-    """Draw a seed for this rank's piece: it differs along the axes that shard x, and agrees along the others.
+def piece_seed(
+    mesh: DeviceMesh, placements: Sequence[Placement], op: str, generator: torch.Generator | None = None
+) -> int:
+    """Draw a seed for a piece: it differs along the axes that shard, and agrees along the others.
 
     Communication:
-        None while x is sharded on every axis; a broadcast of 8 bytes along each axis of several ranks that
-        replicates it.
+        None where every axis shards; a broadcast of 8 bytes along each axis of several ranks that replicates.
     """
-    mesh = x.device_mesh
-    device = torch.device("cpu") if mesh.device_type == "cpu" else pieces.local(x.detach()).device
-    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64).to(device)
-    for axis, placement in enumerate(x.placements):
+    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, generator=generator)
+    if mesh.device_type != "cpu":
+        seed = seed.to(torch.device(mesh.device_type, torch.cuda.current_device()))
+    for axis, placement in enumerate(placements):
         name = pieces.axes_of(mesh)[axis]
         if mesh.size(axis) > 1 and not placement.is_shard():
-            group = axis_group(mesh, name)
-            dist.broadcast(seed, group=group, group_src=0)
+            dist.broadcast(seed, group=axis_group(mesh, name), group_src=0)
             record.note(record.here(op), "random", name, 8 if coordinate(mesh, name) == 0 else 0)
     number = int(seed.item())
-    for axis, placement in enumerate(x.placements):
+    for axis, placement in enumerate(placements):
         if placement.is_shard():
             number = _mix(number, coordinate(mesh, pieces.axes_of(mesh)[axis]) + 1000 * axis)
     return number & ((1 << 63) - 1)
@@ -141,52 +149,105 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-_MASKED_DIMS = {"dropout1d": 2, "dropout2d": 2, "dropout3d": 2, "feature_dropout": 2, "feature_alpha_dropout": 2}
+def _num_masked(name: str, num_dims: int) -> int:
+    """Give the number of leading dims that a mask of whole channels has: samples and channels, or channels alone."""
+    unbatched = {"dropout1d": 2, "dropout3d": 4}.get(name)
+    return 1 if num_dims == unbatched else 2
+
+
+def _masks_channels(name: str) -> bool:
+    return name.rstrip("_") in ("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
 
 
 def _dropout(func: Callable[..., Any]) -> Callable[..., Any]:
     op = name_of(func)
     short = getattr(func, "__name__", "")
+    plain = getattr(torch.nn.functional, short.rstrip("_"), None) or getattr(torch, short.rstrip("_"))
+    names = ("p", "training", "inplace")
 
     def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
-        names = ("p", "training", "inplace")
+        if "train" in kwargs:  # the name in the functions of torch, which have no inplace
+            kwargs["training"] = kwargs.pop("train")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not given.get("training", True) or given.get("p", 0.5) == 0.0:
+        training, p = bool(given.get("training", True)), float(given.get("p", 0.5))
+        inplace = bool(given.get("inplace", False)) or short.endswith("_")
+        plain(torch.empty([1] * input.dim()), p, False)  # torch's errors
+        if not training or p == 0.0:
             return input
-        x = pieces.moved(input, [p if p.is_shard() else pieces.Replicate() for p in input.placements], op)
-        inplace = given.pop("inplace", False)
+        x = settled(input, op)
         placements = x.placements
-        if short in _MASKED_DIMS:
+        if _masks_channels(short):
             # One number for each channel of each sample: all ranks that hold rows of it must draw the same.
-            shared = [p if p.is_shard() and p.dim < _MASKED_DIMS[short] else pieces.Replicate() for p in placements]
-            head = pieces.whole(
-                torch.empty(pieces.local_shape(x.shape, x.device_mesh, shared), dtype=x.dtype, device=x.device),
-                x.device_mesh,
-                shared,
-                x.shape,
-            )
-            seed = piece_seed(head, op)
+            num = _num_masked(short, x.dim())
+            shared = [p if p.is_shard() and p.dim < num else Replicate() for p in placements]
+            seed = piece_seed(x.device_mesh, shared, op)
         else:
-            seed = piece_seed(x, op)
+            seed = piece_seed(x.device_mesh, placements, op)
         piece = pieces.local(x)
         with seeded(piece.device, seed):
-            out = func(piece, **given)
+            out = plain(piece, p, True)
         result = pieces.whole(out, x.device_mesh, placements, x.shape)
-        return input.copy_(result) if inplace else result
+        return write_into(input, result, op) if inplace else result
 
     return handler
 
 
 for _function in functions(
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
+    *"dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split(),
+    *"dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_".split(),
 ):
     rule(_function)(_dropout(_function))
 
 
 @rule(*functions("bernoulli"))
-def _bernoulli(input: DTensor, *args: Any, **kwargs: Any) -> DTensor:  # noqa: A002 (torch's name)
-    piece = pieces.local(input)
-    with seeded(piece.device, piece_seed(input, "torch.bernoulli")):
-        return pieces.whole(torch.bernoulli(piece, *args, **kwargs), input.device_mesh, input.placements, input.shape)
+def bernoulli(input: DTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:  # noqa: A002
+    """Draw zeros and ones, other ones for every piece."""
+    x = settled(input, "bernoulli")
+    piece = pieces.local(x)
+    with seeded(piece.device, piece_seed(x.device_mesh, x.placements, "bernoulli", generator)):
+        out = torch.bernoulli(piece, *args, **{k: v for k, v in kwargs.items() if k != "out"})
+    result = pieces.whole(out, x.device_mesh, x.placements, x.shape)
+    return result if kwargs.get("out") is None else write_into(kwargs["out"], result, "bernoulli")
 
 
+def _rrelu(func: Callable[..., Any]) -> Callable[..., Any]:
+    op = name_of(func)
+    names = ("lower", "upper", "training", "inplace")
+
+    def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        inplace = given.pop("inplace", False) or func is torch.rrelu_
+        x = settled(input, op)
+        piece = pieces.local(x)
+        if given.get("training", False):
+            with seeded(piece.device, piece_seed(x.device_mesh, x.placements, op)):
+                out = torch.rrelu(piece, **given)
+        else:
+            out = torch.rrelu(piece.clone() if inplace else piece, **given)
+        result = pieces.whole(out, x.device_mesh, x.placements, x.shape)
+        return write_into(input, result, op) if inplace else result
+
+    return handler
+
+
+for _function in functions("rrelu", "rrelu_"):
+    rule(_function)(_rrelu(_function))
+
+
+@rule(torch.nn.functional.gumbel_softmax)
+def gumbel_softmax(
+    logits: DTensor,
+    tau: float = 1,
+    hard: bool = False,  # noqa: FBT001, FBT002
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Any:
+    """Sample along a dim: locally, or, where the dim is sharded, from what one process would draw."""
+    if not logits.dim() or dim not in range(-logits.dim(), logits.dim()) or pieces.shard_axes(logits, dim):
+        args = (logits, tau, hard, eps, dim)
+        return gather_call(torch.nn.functional.gumbel_softmax, args, {}, why="it samples along a sharded dim")
+    x = settled(logits, "gumbel_softmax")
+    piece = pieces.local(x)
+    with seeded(piece.device, piece_seed(x.device_mesh, x.placements, "gumbel_softmax")):
+        out = torch.nn.functional.gumbel_softmax(piece, tau, hard, eps, dim)
+    return pieces.whole(out, x.device_mesh, x.placements, x.shape)

@@ -2,7 +2,8 @@
 
 Invariant: interpolation is separable, and every output row's taps (input rows and weights) follow from global sizes as
 torch's CPU kernels have them. Along a sharded dim a rank fetches the hull of the taps of its own output rows, nothing
-else, and `F.interpolate` then runs with that dim kept as it is.
+else, and `F.interpolate` then runs with that dim kept as it is. Gradients are the transpose of the forward, which
+torch's are too but for defects of its bicubic and antialiased backward (see `_all_ours`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,10 +36,20 @@ class Taps:
     Args:
         rows: shape (taps, out), int64.
         weights: shape (taps, out); None where every output row is one input row as it is.
+        back: shape (out,): the rows that torch's backward gives the gradients of a nearest mode to; None where they
+            are those of the forward.
     """
 
     rows: Tensor
-    weights: Tensor | None
+    weights: Tensor | None = None
+    back: Tensor | None = None
+
+    def reach(self, a: int, b: int) -> Interval:
+        """Give the hull of the input rows of output rows [a, b)."""
+        if b <= a:
+            return (0, 0)
+        rows = self.rows[:, a:b] if self.back is None else torch.stack([self.rows[0, a:b], self.back[a:b]])
+        return hull([int(rows.min()), int(rows.max())])
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class _Dim:
 
 @rule(F.interpolate)
 def interpolate(
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
@@ -93,9 +104,15 @@ def interpolate(
     spread = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= 2}
     mesh, piece = x.device_mesh, pieces.local(x)
     steps: dict[int, tuple[Taps, Interval, Interval]] = {}
-    for dim, axis in spread.items():
-        request = (dims[dim - 2], mode, bool(align_corners), bool(antialias), _wide(x.dtype), x.dim() - 2)
-        made, want = _request(*request, mesh.size(axis))
+    outs = shape[2:]
+    for dim in range(2, x.dim()) if _all_ours(mode, dims, antialias=antialias) else spread:
+        axis = spread.get(dim)
+        others = (*outs[: dim - 2], *outs[dim - 1 :])
+        request = (dims[dim - 2], mode, bool(align_corners), bool(antialias), _wide(x.dtype), others)
+        made, want = _request(*request, 1 if axis is None else mesh.size(axis))
+        if axis is None:
+            steps[dim] = (made, (0, x.shape[dim]), (0, shape[dim]))
+            continue
         piece = fetch_rows(piece, dim, x.shape[dim], want, mesh, axis, _OP)
         mine = pieces.my_chunk(mesh, axis, shape[dim])
         steps[dim] = (made, want[mesh.get_local_rank(axis)], mine)
@@ -107,11 +124,22 @@ def interpolate(
         piece = piece.to(_wide(x.dtype))
     for dim, (made, held, mine) in steps.items():
         piece = select(piece, dim, made, held, mine)
-    rest = [d if i + 2 not in spread else None for i, d in enumerate(dims)]
+    rest = [d if i + 2 not in steps else None for i, d in enumerate(dims)]
     if any(d is not None for d in rest):
         kept = {k: v for k, v in options.items() if k in ("mode", "align_corners", "antialias")}
         piece = F.interpolate(piece, **kept, **_rest_sizes(piece, rest, scaled=factors is not None))
     return pieces.whole(piece.to(x.dtype), mesh, x.placements, shape)
+
+
+def _all_ours(mode: str, dims: Sequence[_Dim], *, antialias: bool) -> bool:
+    """Tell whether the dims that this rank holds whole cannot be left to torch either.
+
+    torch's kernels for nearest modes go by the size of the whole image. The backward of the others is not the transpose
+    of their forward (2.13, CPU) where a scale factor keeps a size, and of antialiasing where one column comes out;
+    which of these a piece meets depends on its rows.
+    """
+    kept = any(d.n == d.out and d.scale not in (None, 1.0) for d in dims)
+    return mode.startswith("nearest") or antialias or (mode == "bicubic" and kept)
 
 
 def _rest_sizes(piece: Tensor, rest: Sequence[_Dim | None], *, scaled: bool) -> dict[str, list[Any]]:
@@ -124,6 +152,10 @@ def _rest_sizes(piece: Tensor, rest: Sequence[_Dim | None], *, scaled: bool) -> 
 def select(piece: Tensor, dim: int, taps: Taps, held: Interval, mine: Interval) -> Tensor:
     """Make output rows `mine` of a piece that holds the input rows `held`."""
     rows = (taps.rows[:, mine[0] : mine[1]] - held[0]).to(piece.device)
+    if taps.back is not None:
+        back = (taps.back[mine[0] : mine[1]] - held[0]).to(piece.device)
+        ghost = piece.index_select(dim, back)
+        return piece.detach().index_select(dim, rows[0]) + (ghost - ghost.detach())
     if taps.weights is None:
         start, num = int(rows[0, 0]), rows.shape[1]
         if torch.equal(rows[0], torch.arange(start, start + num, device=rows.device)):
@@ -182,16 +214,12 @@ def _request(
     align: bool,  # noqa: FBT001
     antialias: bool,  # noqa: FBT001
     real: torch.dtype,
-    num_dims: int,
+    others: tuple[int, ...],
     p: int,
 ) -> tuple[Taps, tuple[Interval, ...]]:
     """Give the taps along a dim, and for each of p ranks the rows that its outputs need."""
-    made = taps(dim.n, dim.out, dim.scale, mode, align, antialias, real, num_dims)
-    want = []
-    for a, b in chunks(dim.out, p):
-        rows = made.rows[:, a:b]
-        want.append(hull([int(rows.min()), int(rows.max())]) if b > a else (0, 0))
-    return made, tuple(want)
+    made = taps(dim.n, dim.out, dim.scale, mode, align, antialias, real, others)
+    return made, tuple(made.reach(a, b) for a, b in chunks(dim.out, p))
 
 
 def taps(
@@ -202,7 +230,7 @@ def taps(
     align: bool,  # noqa: FBT001
     antialias: bool,  # noqa: FBT001
     real: torch.dtype,
-    num_dims: int,
+    others: tuple[int, ...],
 ) -> Taps:
     """Give the taps of `out` rows made of n.
 
@@ -214,14 +242,13 @@ def taps(
         align: `align_corners`.
         antialias: as in `F.interpolate`.
         real: type of the coordinates, float32 or float64.
-        num_dims: number of spatial dims.
+        others: output sizes of the other spatial dims: torch picks its kernel for a nearest mode by them.
     """
     if mode.startswith("nearest"):
-        return Taps(_nearest(n, out, scale, mode, real, num_dims), None)
+        return _nearest(n, out, scale, mode, real, others)
+    step = 1.0 / scale if scale else n / out
     if align:
         step = (n - 1) / (out - 1) if out > 1 else 0.0
-    else:
-        step = 1.0 / scale if scale else n / out
     if antialias:
         return _smooth(n, out, step, mode, real)
     i = torch.arange(out, dtype=real)
@@ -237,18 +264,23 @@ def taps(
     return Taps(torch.stack([first, second]), torch.stack([1 - part, part]))
 
 
-def _nearest(
-    n: int, out: int, scale: float | None, mode: str, real: torch.dtype, num_dims: int
-) -> Tensor:
-    """Ask torch itself: the ramp 0, 1, ... comes out as the rows that were taken.
+def _nearest(n: int, out: int, scale: float | None, mode: str, real: torch.dtype, others: tuple[int, ...]) -> Taps:
+    """Ask torch itself: the ramp 0, 1, ... comes out as the rows that were taken, ones as counts in the backward.
 
-    torch rounds coordinates in its own ways, which differ between modes and types; a rule of three would be one row
-    off now and then.
+    torch rounds coordinates in its own ways, which differ between kernels (chosen by the size of the image), types,
+    forward and backward; a rule of three would be one row off now and then.
     """
-    ones = [1] * (num_dims - 1)
-    ramp = torch.arange(n, dtype=real).view(1, 1, n, *ones)
-    sizes: dict[str, Any] = {"size": [out, *ones]} if scale is None else {"scale_factor": [scale, *map(float, ones)]}
-    return F.interpolate(ramp, mode=mode, **sizes).view(1, out).long()
+    # Images of equal sums of sizes go to the same kernel: put the sum into one dim.
+    rest = [sum(others) - len(others) + 1, *[1] * (len(others) - 1)] if others else []
+    ramp = torch.arange(n, dtype=real).view(1, 1, n, *[1] * len(rest)).expand(1, 1, n, *rest).contiguous()
+    sizes: dict[str, Any] = {"size": [out, *rest]} if scale is None else {"scale_factor": [scale, *[1.0] * len(rest)]}
+    with torch.enable_grad():
+        ramp.requires_grad_()
+        image = F.interpolate(ramp, mode=mode, **sizes)
+        (counts,) = torch.autograd.grad(image, ramp, torch.ones_like(image))
+    rows = image.detach().reshape(out, -1)[:, 0].long()
+    back = torch.arange(n).repeat_interleave(counts.reshape(n, -1)[:, 0].long())
+    return Taps(rows[None], back=None if torch.equal(rows, back) else back)
 
 
 def _cubic(n: int, at: Tensor) -> Taps:

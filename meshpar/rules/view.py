@@ -29,9 +29,7 @@ Group = tuple[tuple[int, ...], tuple[int, ...]]
 
 def remapped(placements: Sequence[Placement], to: Mapping[int, int]) -> list[Placement]:
     """Give placements after dims were renumbered; a shard of a dim that is gone becomes `Replicate`."""
-    return [
-        Shard(to[p.dim]) if isinstance(p, Shard) and p.dim in to else Replicate() for p in placements
-    ]
+    return [Shard(to[p.dim]) if isinstance(p, Shard) and p.dim in to else Replicate() for p in placements]
 
 
 def whole_along(x: DTensor, axes: Sequence[int], op: str, why: str = "") -> DTensor:
@@ -174,7 +172,7 @@ def _destinations(
 
 
 @rule(*functions("reshape"))
-def reshape(input: DTensor, *shape: Any, **named: Any) -> Any:  # noqa: A002
+def reshape(input: DTensor, *shape: Any, **named: Any) -> Any:
     """Give the elements, in row-major order, another shape."""
     return reshaped(input, _numbers(shape or (named["shape"],)), "reshape")
 
@@ -193,10 +191,8 @@ def view(x: DTensor, *size: Any, **named: Any) -> Any:
 
 def _as_dtype(x: DTensor, dtype: torch.dtype) -> Any:
     old, new = x.element_size(), torch.empty((), dtype=dtype, device="meta").element_size()
-    if old != new:
-        x = settle(x, range(x.dim() - 1), "view")
-    else:
-        x = settle(x, range(x.dim()), "view")
+    # Of another size, the elements of the last dim are packed together.
+    x = settle(x, range(x.dim() - (old != new)), "view")
     shape = tuple(torch.empty(x.shape, dtype=x.dtype, device="meta").view(dtype).shape)
     return pieces.whole(pieces.local(x).view(dtype), x.device_mesh, x.placements, shape)
 
@@ -208,34 +204,32 @@ def view_as(x: DTensor, other: Tensor) -> Any:
 
 
 @rule(*functions("flatten"))
-def flatten(input: DTensor, start_dim: int = 0, end_dim: int = -1) -> Any:  # noqa: A002
+def flatten(input: DTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Merge neighbouring dims; `nn.Flatten` comes here too."""
     shape = torch.empty(input.shape, device="meta").flatten(start_dim, end_dim).shape
     return reshaped(input, tuple(shape), "flatten")
 
 
 @rule(*functions("unflatten"))
-def unflatten(input: DTensor, dim: int, sizes: Any) -> Any:  # noqa: A002
+def unflatten(input: DTensor, dim: int, sizes: Any) -> Any:
     """Split a dim; `nn.Unflatten` comes here too."""
     shape = torch.empty(input.shape, device="meta").unflatten(dim, _numbers((sizes,))).shape
     return reshaped(input, tuple(shape), "unflatten")
 
 
 @rule(*functions("ravel"))
-def ravel(input: DTensor) -> Any:  # noqa: A002
+def ravel(input: DTensor) -> Any:
     """Merge all dims."""
     return reshaped(input, (-1,), "ravel")
 
 
 @rule(*functions("squeeze"))
-def squeeze(input: DTensor, *dim: Any, **named: Any) -> Any:  # noqa: A002
+def squeeze(input: DTensor, *dim: Any, **named: Any) -> Any:
     """Drop dims of global size 1; a dim that has one row on this rank alone stays."""
     dims = dim or tuple(named.values())
     given = _numbers(dims) if dims else tuple(range(input.dim()))
     shape = input.shape
-    gone = {
-        _wrapped(d, input.dim()) for d in given if input.dim() and shape[_wrapped(d, input.dim())] == 1
-    }
+    gone = {_wrapped(d, input.dim()) for d in given if input.dim() and shape[_wrapped(d, input.dim())] == 1}
     x = settle(input, range(input.dim()), "squeeze")
     x = whole_along(x, [axis for d, axis in sharded_dims(x).items() if d in gone], "squeeze")
     kept = [d for d in range(x.dim()) if d not in gone]
@@ -255,7 +249,7 @@ def _wrapped(dim: int, num_dims: int) -> int:
 
 
 @rule(*functions("unsqueeze"))
-def unsqueeze(input: DTensor, dim: int) -> Any:  # noqa: A002
+def unsqueeze(input: DTensor, dim: int) -> Any:
     """Insert a dim of size 1."""
     at = _wrapped(dim, input.dim() + 1)
     x = settle(input, range(input.dim()), "unsqueeze")
@@ -273,18 +267,13 @@ def _permuting(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(x: DTensor, *args: Any, **named: Any) -> Any:
         # Strides tell apart the dims of a tensor without data: torch itself says where each has gone.
         ghost = _ghost(x.shape, range(2, 2 + x.dim()))
-        after = func(ghost, *args, **named) if ".__get__" not in name_of(func) else _getter(func)(ghost)
+        after = func(ghost, *args, **named)
         to = {stride - 2: i for i, stride in enumerate(after.stride())}
         x = settle(x, range(x.dim()), op)
-        piece = pieces.local(x)
-        piece = func(piece, *args, **named) if ".__get__" not in name_of(func) else _getter(func)(piece)
+        piece = func(pieces.local(x), *args, **named)
         return pieces.whole(piece.resolve_conj(), x.device_mesh, remapped(x.placements, to), after.shape)
 
     return handler
-
-
-def _getter(func: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    return func
 
 
 for _function in functions("permute", "transpose", "swapaxes", "swapdims", "moveaxis", "movedim", "t", "adjoint"):
@@ -314,7 +303,7 @@ def expanded(x: DTensor, sizes: Sequence[int], op: str) -> DTensor:
 
 
 @rule(*functions("expand", "broadcast_to"))
-def expand(input: DTensor, *size: Any, **named: Any) -> Any:  # noqa: A002
+def expand(input: DTensor, *size: Any, **named: Any) -> Any:
     """Repeat dims of size 1, and put new ones before."""
     named.pop("implicit", None)
     return expanded(input, _numbers(size or tuple(named.values())), "expand")
@@ -331,9 +320,7 @@ def broadcast_tensors(*tensors: Any) -> Any:
     """Expand tensors to their common shape; plain ones stay plain."""
     given = tuple(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else tensors
     shape = torch.broadcast_shapes(*(x.shape for x in given))
-    return tuple(
-        expanded(x, shape, "broadcast_tensors") if isinstance(x, DTensor) else x.expand(shape) for x in given
-    )
+    return tuple(expanded(x, shape, "broadcast_tensors") if isinstance(x, DTensor) else x.expand(shape) for x in given)
 
 
 def repeated(x: DTensor, times: Sequence[int], op: str) -> DTensor:
@@ -360,7 +347,7 @@ def repeat(x: DTensor, *repeats: Any, **named: Any) -> Any:
 
 
 @rule(*functions("tile"))
-def tile(input: DTensor, *dims: Any, **named: Any) -> Any:  # noqa: A002
+def tile(input: DTensor, *dims: Any, **named: Any) -> Any:
     """Repeat, with times of 1 put before where there are fewer than dims."""
     times = _numbers(dims or tuple(named.values()))
     return repeated(input, (1,) * (input.dim() - len(times)) + times, "tile")

@@ -64,6 +64,31 @@ def output_shape(func: Callable[..., Any], device: str, *args: Any) -> tuple[int
     return tuple((result if isinstance(result, Tensor) else result[0]).shape)
 
 
+def checked_shape(func: Callable[..., Any], x: Tensor, num_dims: int, *args: Any) -> tuple[int, ...]:
+    """Give the global shape of the (first) output for an activation, or raise what torch raises.
+
+    Torch checks meta tensors less than others: it convolves them with any bias, and pools them with more padding. An
+    op on no samples checks everything and computes nothing.
+
+    Args:
+        func: torch function that takes x first.
+        x: activation, global shape (B, C, *spatial) or (C, *spatial).
+        num_dims: number of spatial dims.
+        args: other arguments by position; tensors as `Spec`.
+    """
+    shape = spec(x)
+    assert shape is not None
+    others = tuple(frozen(arg) for arg in args)
+    lead = x.dim() - num_dims
+    if lead not in (1, 2) or 0 in shape.shape[lead - 1 :]:
+        return output_shape(func, "meta", shape, *others)
+    nothing = Spec((0, *shape.shape[lead - 1 :]), shape.dtype)
+    # the CPU allows a pool less padding than other devices do; for convolutions it stands for all
+    strict = x.device.type == "cpu" or any(isinstance(arg, Spec) for arg in others)
+    checked = output_shape(func, "cpu" if strict else "meta", nothing, *others)
+    return (*shape.shape[: lead - 1], *checked[1:])
+
+
 def per_dim(value: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
     """Give an argument that torch takes as one number or as one a dim for each spatial dim."""
     if isinstance(value, int):
@@ -184,7 +209,7 @@ def _run(
     fill: float,
 ) -> tuple[Tensor, ...]:
     if not plan:
-        return run(piece, sizes, rows)
+        return _run_one(piece, run, sizes, rows)
     (dim, segments), rest = plan[0], plan[1:]
     at = dim - piece.dim() + len(sizes)
     parts = []
@@ -203,6 +228,15 @@ def _run(
     if len(parts) == 1:
         return parts[0]
     return tuple(torch.cat(column, dim) for column in zip(*parts, strict=True))
+
+
+def _run_one(piece: Tensor, run: Run1, sizes: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+    lead, spatial = piece.shape[: -len(sizes)], piece.shape[-len(sizes) :]
+    if 0 not in lead:
+        return run(piece, sizes, rows)
+    # torch takes an empty batch, but no sample without channels, which a rank may well have
+    results = run(piece.reshape(0, 1, *spatial), sizes, rows)
+    return tuple(x.reshape(*lead, *x.shape[2:]) for x in results)
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:

@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from meshpar.batch import Layout, map_layouts, shard
+from meshpar.data import own_tensors
 from meshpar.mesh import MeshSpec
 from meshpar.parallelize import parallelize
 from meshpar.record import record
+from meshpar.rewrite import rewrite
+from meshpar.spmd import Policy
 from meshpar.testing.equivalence import (
     Difference,
     Report,
@@ -24,6 +27,7 @@ from meshpar.testing.equivalence import (
     compare_gradients,
     compare_trees,
     send_back,
+    sum_parts,
 )
 from meshpar.testing.meshes import mesh_for
 from meshpar.testing.pool import run_ranks
@@ -40,6 +44,7 @@ def assert_equivalent(
     tolerance: float = 1e-9,
     gathers: bool = False,
     dtype: torch.dtype = torch.float64,
+    shard_parameters: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Check that a parallelized model is the same function as the model, with the same gradients.
@@ -55,6 +60,8 @@ def assert_equivalent(
         tolerance: largest difference, relative to the largest number of what is compared.
         gathers: whether ops may gather.
         dtype: floating-point type of the comparison.
+        shard_parameters: whether `fully_shard` takes part; without it the model is only rewritten, which is quicker
+            and enough for a single layer.
         options: further options for `parallelize`.
 
     Returns:
@@ -64,7 +71,7 @@ def assert_equivalent(
         Difference: outputs, gradients of inputs or parameters, buffers, or state-dict keys that are not those of
             one process; a model that was touched; a gather.
     """
-    job = (model, list(inputs), mesh, layouts, tolerance, gathers, dtype, dict(options or {}))
+    job = (model, list(inputs), mesh, layouts, tolerance, gathers, dtype, shard_parameters, dict(options or {}))
     if isinstance(mesh, DeviceMesh) or dist.is_initialized():
         return _compare(*job)
     sizes = MeshSpec.parse(mesh).sizes().values()
@@ -83,6 +90,7 @@ def _compare(
     tolerance: float,
     gathers: bool,  # noqa: FBT001
     dtype: torch.dtype,
+    shard_parameters: bool,  # noqa: FBT001
     options: dict[str, Any],
 ) -> Report:
     the_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_for(mesh)
@@ -90,7 +98,12 @@ def _compare(
     reference = copy.deepcopy(given) if isinstance(model, nn.Module) else _fresh(model, dtype)
     _same_values(given, reference)
     before = {name: value.detach().clone() for name, value in given.state_dict().items()}
-    parallel = parallelize(given, the_mesh, **{"on_gather": "allow" if gathers else "error", **options})
+    told = {"on_gather": "allow" if gathers else "error", **options}
+    if shard_parameters:
+        parallel = parallelize(given, the_mesh, **told)
+    else:
+        parallel = rewrite(given, policy=Policy(mesh=the_mesh, **told))
+        own_tensors(parallel)
     texts = list(layouts) if layouts is not None else [None] * len(inputs)
 
     plain_in = pytree.tree_map(lambda x: _leaf(x, dtype), inputs)
@@ -104,6 +117,11 @@ def _compare(
         errors = compare_trees("output", found, expected, tolerance)
         send_back(expected)
         send_back(found)
+    if not shard_parameters:
+        for p in parallel.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                sum_parts(p.grad, the_mesh)
     pairs = zip(pytree.tree_leaves(mesh_in), pytree.tree_leaves(plain_in), strict=True)
     for i, (x, ref) in enumerate(pairs):
         errors.update(compare_gradients(f"gradient of input {i}", x, ref, tolerance))
