@@ -88,9 +88,7 @@ class Plan:
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return the global batches of an epoch, all of them full, in an order that the seed fixes."""
-        order = torch.randperm(
-            len(self.train), generator=torch.Generator().manual_seed(self.seed * 9973 + epoch)
-        )
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(self.seed * 9973 + epoch))
         shuffled = [self.train[i] for i in order.tolist()]
         return [shuffled[i * self.batch : (i + 1) * self.batch] for i in range(self.steps_per_epoch)]
 
@@ -156,9 +154,7 @@ def train(samples: Samples, setup: Setup, plan: Plan, *, on_step: Any = None, on
 
 def largest_difference(ours: Run, reference: Run) -> float:
     """Return the largest relative difference of two runs' loss curves, training and validation."""
-    pairs = zip(
-        ours.losses + ours.validation_losses, reference.losses + reference.validation_losses, strict=True
-    )
+    pairs = zip(ours.losses + ours.validation_losses, reference.losses + reference.validation_losses, strict=True)
     return max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
 
 
@@ -193,9 +189,7 @@ def say_baselines(say: Callable[[str], None], samples: Samples, plan: Plan) -> N
     inputs, targets = samples.load(plan.validation)
     persistence = F.mse_loss(inputs[:, -1:], targets).item()
     mean = F.mse_loss(inputs.mean(dim=1, keepdim=True), targets).item()
-    say(
-        f"validation loss to beat: {persistence:.4f} (as last year), {mean:.4f} (the mean of {HISTORY} years)"
-    )
+    say(f"validation loss to beat: {persistence:.4f} (as last year), {mean:.4f} (the mean of {HISTORY} years)")
 
 
 # ---- the command
@@ -213,23 +207,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=0, help="default 8, or 2 with --synthetic")
     parser.add_argument("--steps", type=int, default=0, help="stop after this many optimizer steps in all")
-    parser.add_argument(
-        "--batch", type=int, default=0, help="global batch (default 16, or as near as the mesh allows)"
-    )
+    parser.add_argument("--batch", type=int, default=0, help="global batch (default 16, or as near as the mesh allows)")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=12, help="channels of the U-Net at full resolution")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
-    parser.add_argument(
-        "--compare", action="store_true", help="also train on one process; print the difference"
-    )
+    parser.add_argument("--compare", action="store_true", help="also train on one process; print the difference")
     parser.add_argument("--step-losses", action="store_true", help="print every step's loss in full")
     parser.add_argument(
         "--synthetic", type=grid_size, metavar="HxW", help="generated waves on such a grid, e.g. 721x1440"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder of the picture (default %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture (default %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -266,9 +254,7 @@ def main(argv: list[str] | None = None) -> None:
 
     sizes = ", ".join(f"{axis}={meshpar.axis_size(mesh, axis)}" for axis in mesh.mesh_dim_names)
     grid = " × ".join(str(size) for size in fields.values.shape)
-    reporter.say(
-        f"mesh {sizes}; fields {grid}; {plan.total_steps} steps of {plan.batch} samples, {args.dtype}"
-    )
+    reporter.say(f"mesh {sizes}; fields {grid}; {plan.total_steps} steps of {plan.batch} samples, {args.dtype}")
     say_baselines(reporter.say, samples, plan)
     with reporter.progress:
         run = train(samples, setup, plan, on_step=reporter.step, on_epoch=reporter.epoch)
@@ -297,9 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.compare:  # every process repeats the whole run alone: none has to wait for another
         reference = train(samples, Setup(), plan)
         difference = largest_difference(run, reference)
-        reporter.say(
-            f"largest relative difference to one process over {plan.total_steps} steps: {difference:.1e}"
-        )
+        reporter.say(f"largest relative difference to one process over {plan.total_steps} steps: {difference:.1e}")
     torch.distributed.destroy_process_group()
 
 

@@ -77,7 +77,9 @@ def map_layouts(tree: Any, layout: Layout, apply: Any) -> Any:
         unknown = sorted(set(layout) - set(tree))
         if unknown:
             raise SpecError(
-                explain("layout: names nothing.", got=f"{unknown}", needs=f"keys out of {sorted(tree)}", fix="drop them")
+                explain(
+                    "layout: names nothing.", got=f"{unknown}", needs=f"keys out of {sorted(tree)}", fix="drop them"
+                )
             )
         pairs = {key: map_layouts(value, layout.get(key), apply) for key, value in tree.items()}
         return pairs if type(tree) is dict else type(tree)(pairs)  # type: ignore[call-arg]
@@ -118,13 +120,18 @@ def shard_batch(tree: Tree, mesh: DeviceMesh, layout: Layout = None, *, rows: st
             ranks.
     """
     if rows not in ("full", "local"):
-        raise SpecError(explain("shard_batch: unknown rows.", got=repr(rows), needs='"full" or "local"', fix="rows='full'"))
+        raise SpecError(
+            explain("shard_batch: unknown rows.", got=repr(rows), needs='"full" or "local"', fix="rows='full'")
+        )
 
     def enter(x: Tensor, text: str | None) -> Tensor:
         if isinstance(x, DTensor):
             return x
         placements = placements_of(text, mesh, x.dim())
-        given = [_is_given(axis, rows) and isinstance(p, Shard) for axis, p in zip(pieces.axes_of(mesh), placements, strict=True)]
+        given = [
+            _is_given(axis, rows) and isinstance(p, Shard)
+            for axis, p in zip(pieces.axes_of(mesh), placements, strict=True)
+        ]
         shape = list(x.shape)
         for axis, placement in reversed(list(enumerate(placements))):
             if given[axis] and isinstance(placement, Shard):

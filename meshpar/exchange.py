@@ -68,13 +68,16 @@ def fetch(
         return x
     flat_have, flat_want = encode(pieces, rows)
     label = record.here(op)
-    return _fetch(x, dim, list(flat_have), list(flat_want), group.group_name, axis, label, fill, backward=False)
+    result: Tensor = torch.ops.meshpar.fetch.default(
+        x, dim, list(flat_have), list(flat_want), group.group_name, axis, label, fill, backward=False
+    )
+    return result
 
 
 def _as_rows(item: Interval | Rows) -> Rows:
     if len(item) == 2 and isinstance(item[0], int):
-        return interval_rows(item)  # type: ignore[arg-type]
-    return tuple((start, num, step) for start, num, step in item)  # type: ignore[misc]
+        return interval_rows(item)
+    return tuple((start, num, step) for start, num, step in item)
 
 
 def _checked_dim(x: Tensor, dim: int, op: str) -> int:
@@ -88,8 +91,20 @@ def _refuse(op: str, got: str, needs: str) -> NoReturn:
     raise ShardingError(explain(f"{op}: these rows cannot be exchanged.", got=got, needs=needs, fix=fix))
 
 
-@torch.library.custom_op("meshpar::fetch", mutates_args=())
-def _fetch(
+# Defined by schema rather than with `torch.library.custom_op`, whose wrapper imports torch._dynamo (a second or more in
+# every process) at the first call, and costs every later call twice what the dispatcher does.
+_REQUEST = "int dim, int[] have, int[] want, str group_name, str axis, str label"
+torch.library.define("meshpar::fetch", f"(Tensor x, {_REQUEST}, float fill, bool backward) -> Tensor")
+torch.library.define("meshpar::fetch_transpose", f"(Tensor g, {_REQUEST}) -> Tensor")
+
+
+def _plan_of(have: list[int], want: list[int], group_name: str) -> tuple[Plan, dist.ProcessGroup]:
+    group = private.group_by_name(group_name)
+    return make_plan(*decode(have, want), group.rank()), group
+
+
+@torch.library.impl("meshpar::fetch", "default")
+def _fetch_kernel(
     x: Tensor,
     dim: int,
     have: list[int],
@@ -100,26 +115,19 @@ def _fetch(
     fill: float,
     backward: bool,  # noqa: FBT001
 ) -> Tensor:
-    group = private.group_by_name(group_name)
-    plan = make_plan(*decode(have, want), group.rank())
+    plan, group = _plan_of(have, want, group_name)
     return _forward(x, dim, plan, group, axis, label, fill, backward=backward)
 
 
-@torch.library.custom_op("meshpar::fetch_transpose", mutates_args=())
-def _fetch_transpose(
+@torch.library.impl("meshpar::fetch_transpose", "default")
+def _transpose_kernel(
     g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str
 ) -> Tensor:
-    group = private.group_by_name(group_name)
-    plan = make_plan(*decode(have, want), group.rank())
+    plan, group = _plan_of(have, want, group_name)
     return _transpose(g, dim, plan, group, axis, label)
 
 
-def _plan_of(have: list[int], want: list[int], group_name: str) -> Plan:
-    return make_plan(*decode(have, want), private.group_by_name(group_name).rank())
-
-
-@_fetch.register_fake
-def _(
+def _fetch_fake(
     x: Tensor,
     dim: int,
     have: list[int],
@@ -130,12 +138,13 @@ def _(
     fill: float,
     backward: bool,  # noqa: FBT001
 ) -> Tensor:
-    return _empty_rows(x, dim, _plan_of(have, want, group_name).out_rows)
+    return _empty_rows(x, dim, _plan_of(have, want, group_name)[0].out_rows)
 
 
-@_fetch_transpose.register_fake
-def _(g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str) -> Tensor:
-    return _empty_rows(g, dim, _plan_of(have, want, group_name).have_rows)
+def _transpose_fake(
+    g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str
+) -> Tensor:
+    return _empty_rows(g, dim, _plan_of(have, want, group_name)[0].have_rows)
 
 
 def _fetch_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -143,7 +152,7 @@ def _fetch_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _fetch_backward(ctx, g):  # type: ignore[no-untyped-def]
-    return (_fetch_transpose(g, *ctx.request), *[None] * 8)
+    return (torch.ops.meshpar.fetch_transpose.default(g, *ctx.request), *[None] * 8)
 
 
 def _transpose_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -151,11 +160,13 @@ def _transpose_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
 
 
 def _transpose_backward(ctx, g):  # type: ignore[no-untyped-def]
-    return (_fetch(g, *ctx.request, 0.0, backward=True), *[None] * 6)
+    return (torch.ops.meshpar.fetch.default(g, *ctx.request, 0.0, backward=True), *[None] * 6)
 
 
-_fetch.register_autograd(_fetch_backward, setup_context=_fetch_context)
-_fetch_transpose.register_autograd(_transpose_backward, setup_context=_transpose_context)
+torch.library.register_fake("meshpar::fetch", _fetch_fake)
+torch.library.register_fake("meshpar::fetch_transpose", _transpose_fake)
+torch.library.register_autograd("meshpar::fetch", _fetch_backward, setup_context=_fetch_context)
+torch.library.register_autograd("meshpar::fetch_transpose", _transpose_backward, setup_context=_transpose_context)
 
 
 def _empty_rows(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -169,16 +180,16 @@ def _empty_rows(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _lies_in(x: Tensor, order: Sequence[int]) -> bool:
-    """Tell whether x is dense with its dims in this order, the last one fastest.
+    """Tell whether the dims of x lie in this order in memory, the last one fastest.
 
-    A piece without rows is judged by the strides of its other dims: `is_contiguous` says yes to any format there.
+    Strides tell it rather than `is_contiguous`, which says no to a slice of rows and yes to anything without rows.
     """
     step = 1
     for dim in reversed(order):
         if x.shape[dim] > 1:
-            if x.stride(dim) != step:
+            if x.stride(dim) < step:
                 return False
-            step *= x.shape[dim]
+            step = x.stride(dim) * x.shape[dim]
     return True
 
 
@@ -271,8 +282,11 @@ def _message(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _bytes(message: Tensor) -> Tensor:
-    """View a message as bytes: every backend sends those, whatever the dtype."""
-    return message.reshape(-1).view(torch.uint8)
+    """View a message as bytes: every backend sends those, whatever the dtype.
+
+    Dims of one row may have any stride in a contiguous tensor, and a `view` as bytes would trip over it.
+    """
+    return message.as_strided((message.numel(),), (1,)).view(torch.uint8)
 
 
 def _exchange(

@@ -110,7 +110,7 @@ class MeshSpec:
                 self,
                 got=[f"{asked}; the world has {world_size}"],
                 needs="the product of the sizes to equal the number of ranks",
-                fix=f"one of {near}; or start {known} ranks",
+                fix=f"one of {near}; or start {known if open_axis is None else f'a multiple of {known}'} ranks",
             )
         )
 
@@ -155,15 +155,13 @@ def _nearest(spec: MeshSpec, world_size: int) -> list[MeshSpec]:
     return sorted(fits, key=distance)[:3]
 
 
-def make_mesh(
-    spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type: str | None = None
-) -> DeviceMesh:
+def make_mesh(spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type: str | None = None) -> DeviceMesh:
     """Make the mesh of this job, with the axes data, domain and tensor.
 
     Starts the process group if there is none: from torchrun's variables, else as a world of one.
 
     Args:
-        spec: `"data=2,domain=4"`, a mapping, a `MeshSpec`, or a mesh made before (checked and returned).
+        spec: `"data=2,domain=4"`, a mapping, a `MeshSpec`, or a mesh made before (checked, warmed and returned).
         device_type: "cpu", "cuda", ...; by default CUDA where there is one, else the CPU.
 
     Returns:
@@ -179,14 +177,24 @@ def make_mesh(
     guard.install()
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
-    parsed = MeshSpec.parse(spec)
-    resolved = parsed.resolve(runtime.world_size())
-    device_type = device_type or runtime.default_device_type()
+    resolved = MeshSpec.parse(spec).resolve(runtime.world_size())
+    device_type = _checked_device_type(device_type or runtime.default_device_type())
     runtime.ensure_process_group(device_type)
     mesh = init_device_mesh(device_type, tuple(resolved.sizes().values()), mesh_dim_names=AXES)
     private.flatten(mesh, ("data", "domain"), SUMMED)
     _warm(mesh)
     return mesh
+
+
+def _checked_device_type(device_type: str) -> str:
+    try:
+        known = torch.device(device_type).index is None
+    except RuntimeError:
+        known = False
+    if not known:
+        needs = "a type of device, without an index"
+        raise SpecError(explain("mesh: cannot be made.", got=f"device_type={device_type!r}", needs=needs, fix='"cpu"'))
+    return device_type
 
 
 def _checked(mesh: DeviceMesh) -> DeviceMesh:
@@ -199,7 +207,17 @@ def _checked(mesh: DeviceMesh) -> DeviceMesh:
                 fix='make it with meshpar.make_mesh("data=...,domain=...")',
             )
         )
-    private.flatten(mesh, ("data", "domain"), SUMMED)
+    private.flatten(mesh, ("data", "domain"), SUMMED)  # makes a group, which every rank of the job must do
+    if mesh.get_coordinate() is None:
+        raise SpecError(
+            explain(
+                "mesh: this DeviceMesh cannot be used here.",
+                got=f"sizes {tuple(mesh.shape)}; this process is not on it",
+                needs="a mesh that holds every rank that uses it",
+                fix='make it with meshpar.make_mesh("data=...,domain=...")',
+            )
+        )
+    _warm(mesh)
     return mesh
 
 
@@ -229,7 +247,7 @@ def axis_index(mesh: DeviceMesh, axis: str) -> int:
     names = mesh.mesh_dim_names or ()
     if axis not in names:
         raise SpecError(
-            explain(f"axis {axis!r}: not on this mesh.", got=str(names), needs="an axis of it", fix=_known())
+            explain(f"axis {axis!r}: not on this mesh.", got=f"axes {names}", needs="one of them", fix=_known())
         )
     return names.index(axis)
 
@@ -239,18 +257,32 @@ def axis_size(mesh: DeviceMesh, axis: str) -> int:
     return int(mesh.shape[axis_index(mesh, axis)])
 
 
-@functools.lru_cache(maxsize=4096)
 def coordinate(mesh: DeviceMesh, axis: str, rank: int | None = None) -> int:
-    """Give the coordinate along an axis of this process, or of a global rank."""
-    index = axis_index(mesh, axis)
-    if rank is None:
-        return int(mesh.get_local_rank(index))
-    where = (mesh.mesh == rank).nonzero()
-    if len(where) != 1:
+    """Give the coordinate along an axis of this process, or of a global rank.
+
+    Raises:
+        SpecError: the mesh has no such axis, or does not hold the rank.
+    """
+    return coordinates(mesh, rank)[axis_index(mesh, axis)]
+
+
+def coordinates(mesh: DeviceMesh, rank: int | None = None) -> tuple[int, ...]:
+    """Give the coordinates along all axes of this process, or of a global rank."""
+    # Meshes are equal whatever rank looks at them, so what is this rank's own is not cached.
+    mine = mesh.get_coordinate() if rank is None else _coordinates_of(mesh, rank)
+    if mine is None:
+        who = "this process" if rank is None else f"rank {rank}"
+        ranks = f"ranks {int(mesh.mesh.min())} to {int(mesh.mesh.max())} in sizes {tuple(mesh.shape)}"
         raise SpecError(
-            explain(f"rank {rank}: not on this mesh.", got=f"sizes {tuple(mesh.shape)}", needs="one of its ranks", fix="")
+            explain(f"{who}: not on this mesh.", got=ranks, needs="one of its ranks", fix="ask for a rank of the mesh")
         )
-    return int(where[0][index])
+    return tuple(mine)
+
+
+@functools.lru_cache(maxsize=4096)
+def _coordinates_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    where = (mesh.mesh == rank).nonzero()
+    return tuple(int(i) for i in where[0]) if len(where) == 1 else None
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
@@ -258,11 +290,13 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh.get_group(axis_index(mesh, axis))
 
 
-@functools.lru_cache(maxsize=4096)
 def axis_ranks(mesh: DeviceMesh, axis: str, rank: int | None = None) -> tuple[int, ...]:
     """Give the global ranks of the group of `axis_group`, in coordinate order."""
-    index = axis_index(mesh, axis)
-    where = [coordinate(mesh, name, rank) for name in mesh.mesh_dim_names or ()]
+    return _line(mesh, axis_index(mesh, axis), coordinates(mesh, rank))
+
+
+@functools.lru_cache(maxsize=4096)
+def _line(mesh: DeviceMesh, index: int, where: tuple[int, ...]) -> tuple[int, ...]:
     line: list[int | slice] = list(where)
     line[index] = slice(None)
     return tuple(int(r) for r in mesh.mesh[tuple(line)])

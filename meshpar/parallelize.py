@@ -108,17 +108,16 @@ def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., 
 
     def layout_of(position: int | None, name: str | None) -> Layout:
         if isinstance(inputs, Mapping):
-            return inputs.get(name) if name is not None else None  # type: ignore[no-any-return]
+            return inputs.get(name) if name is not None else None
         if isinstance(inputs, Sequence) and not isinstance(inputs, str):
             if position is None and name in names:
                 position = names.index(name)
-            return inputs[position] if position is not None and position < len(inputs) else None  # type: ignore[no-any-return]
+            return inputs[position] if position is not None and position < len(inputs) else None
         return inputs
 
     def entry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         placed = tuple(
-            shard_batch(value, mesh, layout_of(i, names[i] if i < len(names) else None))
-            for i, value in enumerate(args)
+            shard_batch(value, mesh, layout_of(i, names[i] if i < len(names) else None)) for i, value in enumerate(args)
         )
         named = {name: shard_batch(value, mesh, layout_of(None, name)) for name, value in kwargs.items()}
         return placed, named
@@ -138,5 +137,3 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
             explain("mesh_of: no mesh.", got=type(model).__name__, needs="a model of parallelize", fix="parallelize it")
         )
     return state.policy.mesh
-
-

@@ -112,12 +112,12 @@ def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shap
 
 class _ScaleGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, factor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, x, factor):  # type: ignore[no-untyped-def]
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         return g * ctx.factor, None
 
 
@@ -140,12 +140,12 @@ def part_factor(mesh: DeviceMesh, placements: Sequence[Placement]) -> float:
 
 class _SumGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh, axis, label):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, x, mesh, axis, label):  # type: ignore[no-untyped-def]
         ctx.request = mesh, axis, label
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         mesh, axis, label = ctx.request
         total = g.clone(memory_format=torch.contiguous_format)
         for group, name in groups_over(mesh, (axis,)):
@@ -165,7 +165,7 @@ def as_part(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ten
     axis = axes_of(mesh).index("tensor")
     if not w.requires_grad or mesh.size(axis) == 1 or placements[axis].is_replicate():
         return w
-    return _SumGrad.apply(w, mesh, axis, record.here("companion"))
+    return _SumGrad.apply(w, mesh, axis, record.here("companion"))  # type: ignore[no-any-return]
 
 
 def companion(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -212,12 +212,12 @@ def _moved_bytes(x: DTensor, axis: int, old: Placement, new: Placement) -> int:
 
 class _Lift(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w, mesh, placements):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, w, mesh, placements):  # type: ignore[no-untyped-def]
         ctx.mesh, ctx.shape = mesh, w.shape
         return whole(cut(w, mesh, placements), mesh, placements, w.shape)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         return part_of_gradient(g), None, None
 
 
@@ -257,7 +257,7 @@ def lift(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = N
     Communication:
         None forward. Backward none but on the tensor axis, where a gradient that is not replicated is completed.
     """
-    return _Lift.apply(w, mesh, tuple(placements or [Replicate()] * mesh.ndim))
+    return _Lift.apply(w, mesh, tuple(placements or [Replicate()] * mesh.ndim))  # type: ignore[no-any-return]
 
 
 def replicated(mesh: DeviceMesh) -> Placements:
@@ -281,7 +281,7 @@ def note_all_reduce(label: str, kind: str, group: dist.ProcessGroup, name: str, 
 
 class _Psum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh, axes, label, kind):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, x, mesh, axes, label, kind):  # type: ignore[no-untyped-def]
         total = x.detach().clone(memory_format=torch.contiguous_format)
         for group, name in groups_over(mesh, axes):
             note_all_reduce(label, kind, group, name, total, backward=False)
@@ -289,7 +289,7 @@ class _Psum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         return g, *[None] * 4
 
 
@@ -301,7 +301,7 @@ def psum(x: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: str, *, kind: str
     """
     if all(mesh.size(axis) == 1 for axis in axes):
         return x
-    return _Psum.apply(x, mesh, tuple(axes), record.here(op), kind)
+    return _Psum.apply(x, mesh, tuple(axes), record.here(op), kind)  # type: ignore[no-any-return]
 
 
 def all_gather_parts(x: Tensor, mesh: DeviceMesh, axis: int, op: str, *, kind: str = "reduction") -> Tensor:

@@ -91,7 +91,8 @@ def make_plan(have: tuple[Interval, ...], want: tuple[Rows, ...], me: int) -> Pl
     """
     check(have, want)
     mine = have[me]
-    sends, receives = [], []
+    sends: list[tuple[int, tuple[Interval, ...]]] = []
+    receives: list[tuple[int, int]] = []
     packed: dict[int, tuple[int, tuple[Interval, ...]]] = {}
     for peer in range(len(have)):
         if peer == me:

@@ -28,28 +28,29 @@ def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
 @functools.lru_cache(maxsize=1024)
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Find a process group by its `group_name` (public when custom ops take groups as arguments)."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def function_modes() -> list[TorchFunctionMode]:
     """List the torch-function modes in force (no public name is planned)."""
-    return _get_current_function_mode_stack()
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return modes
 
 
 def set_dtensor_handler(op: Any, handler: Callable[..., Any]) -> None:
     """Route one aten op of DTensor to a handler (public when DTensor takes op strategies that refuse)."""
-    DTensor._op_dispatcher._custom_op_handlers[op] = handler  # type: ignore[attr-defined]
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
 
 
 def dtensor_handler(op: Any) -> Callable[..., Any] | None:
     """Give the handler that DTensor has for an aten op, if any."""
-    return DTensor._op_dispatcher._custom_op_handlers.get(op)  # type: ignore[attr-defined]
+    return DTensor._op_dispatcher._custom_op_handlers.get(op)
 
 
 @contextlib.contextmanager
 def without_dtensor_handler(op: Any) -> Iterator[None]:
     """Let an aten op of DTensor go its ordinary way inside the block."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
     held = handlers.pop(op)
     try:
         yield

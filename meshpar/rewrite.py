@@ -61,7 +61,7 @@ def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], k
 class _Conv:
     """Convolve in one exchange of rows, whatever the padding mode."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+    def forward(self, input: Tensor) -> Tensor:
         conv: Any = self
         if not isinstance(input, DTensor):
             return super().forward(input)  # type: ignore[misc,no-any-return]
@@ -83,10 +83,7 @@ class _Conv:
         conv: Any = self
         at = -2 if len(conv.kernel_size) > 1 else -1
         k, d = conv.kernel_size[at], conv.dilation[at]
-        if conv.padding == "same":
-            lo = (k - 1) * d // 2
-        else:
-            lo = 0 if isinstance(conv.padding, str) else conv.padding[at]
+        lo = (k - 1) * d // 2 if conv.padding == "same" else 0 if isinstance(conv.padding, str) else conv.padding[at]
         return f"{super().extra_repr()}, rows={lo}+{max((k - 1) * d - lo, 0)} on domain"  # type: ignore[misc]
 
 
@@ -109,7 +106,7 @@ class _BatchNorm:
 class _SyncBatchNorm(_BatchNorm):
     """Take the statistics of the whole batch by the rule of batch norm, on any device."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+    def forward(self, input: Tensor) -> Tensor:
         return nn.modules.batchnorm._BatchNorm.forward(self, input)  # type: ignore[arg-type]
 
 
@@ -208,7 +205,7 @@ def aware_class(module: nn.Module) -> type[nn.Module]:
     if parametrize.is_parametrized(module):
         # torch makes a class for each parametrized module: do not keep it alive in a cache.
         return _make_class(cls, AWARE.get(cls.__mro__[1]))
-    return _cached_class(cls)
+    return _cached_class(cls)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -227,14 +224,14 @@ def _make_class(cls: type[nn.Module], mixin: type | None) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    made = type(cls.__name__ if mixin is None else f"Domain{cls.__name__}", bases, names)
+    made: type[nn.Module] = type(cls.__name__ if mixin is None else f"Domain{cls.__name__}", bases, names)
     if _has_forward(cls):
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return run(self, functools.partial(super(made, self).forward), args, kwargs)
+            return run(self, super(made, self).forward, args, kwargs)  # type: ignore[misc]
 
-        made.forward = forward  # type: ignore[attr-defined]
+        made.forward = forward
     return made
 
 
@@ -246,5 +243,3 @@ def with_entry(module: nn.Module, entry: Any, policy: Policy) -> None:
     """Tell the root of a model what to do with the arguments of a call from outside."""
     state: State = module.__dict__[STATE]
     module.__dict__[STATE] = replace(state, entry=entry, policy=policy)
-
-

@@ -12,12 +12,47 @@ import torch.distributed as dist
 
 from meshpar.errors import SpecError, explain
 
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that torchrun sets, from which a process group can be started."""
+
 
 def world_size() -> int:
-    """Give the number of ranks: of the process group, else of torchrun's variables, else 1."""
+    """Give the number of ranks: of the process group, else of torchrun's variables, else 1.
+
+    Raises:
+        SpecError: some of torchrun's variables are set and others are missing, or they are not numbers that fit.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
-    return _integer("WORLD_SIZE", 1)
+    return _integer("WORLD_SIZE", 1) if _launched() else 1
+
+
+def _launched() -> bool:
+    """Tell whether torchrun's variables are there; an address alone does not name a rank."""
+    missing = [name for name in LAUNCHER if name not in os.environ]
+    if {"RANK", "WORLD_SIZE"} <= set(missing):
+        return False
+    if missing:
+        raise SpecError(
+            explain(
+                "process group: cannot be started.",
+                got=f"missing in the environment: {', '.join(missing)}",
+                needs=f"all of {', '.join(LAUNCHER)}, or neither RANK nor WORLD_SIZE for a single process",
+                fix="start with torchrun",
+            )
+        )
+    rank, size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
+    _integer("MASTER_PORT", 0)
+    if not 0 <= rank < size:
+        raise SpecError(
+            explain(
+                "process group: cannot be started.",
+                got=f"RANK={rank}, WORLD_SIZE={size}",
+                needs="a rank from 0 to the number of ranks less one",
+                fix="start with torchrun",
+            )
+        )
+    return True
 
 
 def local_rank() -> int:
@@ -51,25 +86,15 @@ def ensure_process_group(device_type: str) -> None:
     """Start the process group where there is none: from torchrun's variables, else as a world of one.
 
     Raises:
-        SpecError: some of torchrun's variables are set and others are missing.
+        SpecError: some of torchrun's variables are set and others are missing, or they are not numbers that fit.
     """
     if dist.is_initialized():
         return
+    launched = _launched()
     if device_type == "cuda":
         torch.cuda.set_device(local_rank())
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
-    if not missing:
+    if launched:
         dist.init_process_group(backend)
-    elif {"RANK", "WORLD_SIZE"} <= set(missing):
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        raise SpecError(
-            explain(
-                "process group: cannot be started.",
-                got=f"missing in the environment: {', '.join(missing)}",
-                needs=f"all of {', '.join(needed)}, or neither RANK nor WORLD_SIZE for a single process",
-                fix="start with torchrun",
-            )
-        )
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -219,7 +219,7 @@ def _refuse_meshes(func: Callable[..., Any], ours: list[DTensor]) -> None:
 
 def name_of(func: Callable[..., Any]) -> str:
     """Name a torch function as users write it."""
-    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    name: str = resolve_name(func) or getattr(func, "__name__", str(func))
     return name.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")
 
 

@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -40,12 +41,8 @@ class _OwnerGrad(torch.autograd.Function):
         return (g if ctx.owner else torch.zeros_like(g)), None
 
 
-def rows_of(x: DTensor, dim: int, rows: Rows, m: int, op: str) -> Tensor:
-    """Fetch along one sharded dim (not negative) the rows of an output of m rows in canonical layout."""
-    return _fetched(pieces.local(x), x, dim, rows, m, op)
-
-
 def _fetched(piece: Tensor, x: DTensor, dim: int, rows: Rows, m: int, op: str) -> Tensor:
+    """Fetch along a sharded dim the rows of an output of m rows in canonical layout."""
     axis = sharded_dims(x)[dim]
     want = [take(rows, a, b) for a, b in chunks(m, x.device_mesh.size(axis))]
     return fetch_rows(piece, dim, x.shape[dim], want, x.device_mesh, axis, op)
@@ -56,13 +53,13 @@ def _row(piece: Tensor, x: DTensor, dim: int, i: int, op: str) -> Tensor:
     mesh, axis = x.device_mesh, sharded_dims(x)[dim]
     a, b = pieces.my_chunk(mesh, axis, x.shape[dim])
     row = fetch_rows(piece, dim, x.shape[dim], [(i, i + 1)] * mesh.size(axis), mesh, axis, op)
-    return _OwnerGrad.apply(row, a <= i < b)  # type: ignore[no-any-return]
+    return _OwnerGrad.apply(row, a <= i < b)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # reading an index
 
 
-def _entry(item: Any) -> Entry | type[Ellipsis] | str:  # type: ignore[valid-type]
+def _entry(item: Any) -> Entry | EllipsisType | str:
     """Read one part of an index; a string says why it is not understood."""
     if item is None or item is Ellipsis:
         return item
@@ -79,6 +76,9 @@ def _entry(item: Any) -> Entry | type[Ellipsis] | str:  # type: ignore[valid-typ
         try:
             return operator.index(item)
         except TypeError:
+            if not hasattr(item, "__len__"):
+                msg = f"only integers, slices, ellipsis, None and tensors are valid indices, got {type(item).__name__}"
+                raise IndexError(msg) from None
             item = torch.as_tensor(item if len(item) else torch.empty(0, dtype=torch.int64))
     if item.is_floating_point() or item.is_complex():
         msg = "tensors used as indices must be long, int, byte or bool tensors"
@@ -87,12 +87,13 @@ def _entry(item: Any) -> Entry | type[Ellipsis] | str:  # type: ignore[valid-typ
         item = item.bool()
     if item.dim() == 0:
         return "a boolean as an index" if item.dtype == torch.bool else int(item)
-    return item
+    index: Tensor = item
+    return index
 
 
 def read_index(index: Any, num_dims: int) -> list[Entry] | str:
     """Write out an index, one entry a dim and None for each new one; a string says why that cannot be."""
-    entries = [_entry(item) for item in (index if isinstance(index, tuple) else (index,))]
+    entries: list[Any] = [_entry(item) for item in (index if isinstance(index, tuple) else (index,))]
     for entry in entries:
         if isinstance(entry, str):
             return entry
@@ -115,7 +116,7 @@ def _consumes(entry: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Selection:
+class Selection:
     """Hold what an index does to a global shape.
 
     Args:
@@ -131,7 +132,7 @@ class _Selection:
     entries: list[Entry]
 
 
-def _selection(shape: Sequence[int], entries: list[Entry]) -> _Selection:
+def selection(shape: Sequence[int], entries: list[Entry]) -> Selection:
     """Work out shapes and dims, with torch's errors for rows and slices that cannot be."""
     by_dim: list[Entry] = []
     for entry in entries:
@@ -159,7 +160,7 @@ def _selection(shape: Sequence[int], entries: list[Entry]) -> _Selection:
                 to[dim] = len(out)
             out += common
         dim += _consumes(entry)
-    return _Selection(tuple(out), to, by_dim, entries)
+    return Selection(tuple(out), to, by_dim, entries)
 
 
 def _index_shape(entry: Any) -> tuple[int, ...]:
@@ -210,7 +211,7 @@ def getitem(x: Tensor, index: Any) -> Any:
 
 
 def _indexed(x: DTensor, entries: list[Entry], index: Any, op: str) -> Any:
-    plan = _selection(x.shape, entries)
+    plan = selection(x.shape, entries)
     spread = sharded_dims(settle(x, range(x.dim()), op))
     if why := _gather_reason(plan, spread):
         return gather_call(torch.Tensor.__getitem__, (x, index), {}, why=why)
@@ -227,7 +228,7 @@ def _indexed(x: DTensor, entries: list[Entry], index: Any, op: str) -> Any:
     return pieces.whole(piece, x.device_mesh, remapped(x.placements, plan.to), plan.shape)
 
 
-def _along(piece: Tensor, x: DTensor, dim: int, entry: Entry, plan: _Selection, op: str) -> tuple[Tensor, Entry]:
+def _along(piece: Tensor, x: DTensor, dim: int, entry: Entry, plan: Selection, op: str) -> tuple[Tensor, Entry]:
     """Fetch what an entry reads of a sharded dim, and give the entry that is left to do."""
     n = x.shape[dim]
     if isinstance(entry, int):
@@ -240,7 +241,7 @@ def _along(piece: Tensor, x: DTensor, dim: int, entry: Entry, plan: _Selection, 
     return _fetched(piece, x, dim, rows, plan.shape[plan.to[dim]], op), slice(None)
 
 
-def _gather_reason(plan: _Selection, spread: dict[int, int]) -> str:
+def _gather_reason(plan: Selection, spread: dict[int, int]) -> str:
     tensors = [e for e in plan.entries if isinstance(e, Tensor)]
     touched = [d for d, e in enumerate(plan.by_dim) if d in spread and (e is None or isinstance(e, Tensor))]
     if not touched:
@@ -330,6 +331,23 @@ def roll(input: DTensor, shifts: Any, dims: Any = ()) -> Any:
     rest = [d for d in total if d not in spread and total[d]]
     piece = piece.roll([total[d] for d in rest], rest) if rest else piece.clone()
     return pieces.whole(piece, x.device_mesh, x.placements, x.shape)
+
+
+@rule(*functions("repeat_interleave"))
+def repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:
+    """Repeat each row of a dim a number of times."""
+    if not isinstance(input, DTensor) or not isinstance(repeats, int) or dim is None:
+        args = (input, repeats, dim)
+        return gather_call(torch.repeat_interleave, args, {"output_size": output_size}, why="other than rows of a dim")
+    shape = torch.empty(input.shape, device="meta").repeat_interleave(repeats, dim).shape
+    x = settle(input, range(input.dim()), "repeat_interleave")
+    dim %= x.dim()
+    if dim in sharded_dims(x):
+        rows = tuple((i, repeats, 0) for i in range(x.shape[dim]))
+        piece = _fetched(pieces.local(x), x, dim, rows, shape[dim], "repeat_interleave")
+    else:
+        piece = pieces.local(x).repeat_interleave(repeats, dim)
+    return pieces.whole(piece, x.device_mesh, x.placements, shape)
 
 
 @rule(*functions("flip"))

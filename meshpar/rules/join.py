@@ -159,7 +159,11 @@ def parts(x: DTensor, sizes: Sequence[int], dim: int, op: str) -> tuple[DTensor,
 def _cutting(func: Callable[..., Any]) -> Callable[..., Any]:
     """Make the handler of a function that cuts: torch itself says into which sizes, on a tensor without data."""
     op = func.__name__
-    fixed = {"hsplit": lambda x: 0 if x.dim() == 1 else 1, "vsplit": lambda x: 0, "dsplit": lambda x: 2}
+    fixed: dict[str, Callable[[Tensor], int]] = {
+        "hsplit": lambda x: 0 if x.dim() == 1 else 1,
+        "vsplit": lambda x: 0,
+        "dsplit": lambda x: 2,
+    }
 
     def handler(x: DTensor | None = None, *args: Any, **named: Any) -> Any:
         for key in ("input", "tensor", "self"):

@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from meshpar import pieces
 from meshpar.rules.norm import check
 from meshpar.rules.pointwise import align, broadcast_placements
-from meshpar.rules.spatial import settle
-from meshpar.rules.statistics import widened
 from meshpar.spmd import gather_call, rule
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -88,7 +86,17 @@ def elementwise(
         denominator = share.sum
     elif reduction == "mean":
         denominator = float(math.prod(shape)) if divisor is None else divisor
-    return reduced(lambda: elements(*local), denominator, mesh, placements, op, refuses=refuses)
+    wide = sum_dtype(*local)
+    return reduced(lambda: elements(*local), denominator, mesh, placements, op, dtype=wide, refuses=refuses)
+
+
+def sum_dtype(*operands: Tensor) -> torch.dtype:
+    """Choose the dtype of the sums: that of the operands, float32 at least; the same on every rank."""
+    found = torch.float32
+    for x in operands:
+        if x.dtype.is_floating_point:
+            found = torch.promote_types(found, x.dtype)
+    return found
 
 
 def reduced(
@@ -98,6 +106,7 @@ def reduced(
     placements: Sequence[Placement],
     op: str,
     *,
+    dtype: torch.dtype,
     refuses: type[Exception] | None = None,
 ) -> DTensor:
     """Add up the values of all ranks and divide: a scalar that every rank holds.
@@ -111,14 +120,14 @@ def reduced(
     parts: list[Tensor] = []
     try:
         each = values()
-        parts.append(each.sum(dtype=widened(each).dtype))
+        parts.append(each.sum(dtype=dtype))
         if callable(denominator):
-            parts.append(denominator().to(parts[0].dtype))
+            parts.append(denominator().to(dtype))
     except (IndexError, RuntimeError, ValueError) as caught:
         if not flagged:
             raise
         error = caught
-        parts = [torch.zeros(())] * (2 if callable(denominator) else 1)
+        parts = [torch.zeros((), dtype=dtype)] * (2 if callable(denominator) else 1)
     if flagged:
         parts.append(parts[0].new_full((), float(error is not None)))
     sums = pieces.psum(torch.stack(parts) if len(parts) > 1 else parts[0].view(1), mesh, axes, op)
@@ -391,111 +400,3 @@ def binary_cross_entropy_with_logits(
         return F.binary_cross_entropy_with_logits(x, t, w, pos_weight=pos, reduction="none")
 
     return elementwise(elements, (input, target, *extra), reduction, "F.binary_cross_entropy_with_logits")
-
-
-def _hollow_classes(x, target, weight, func, reduction, given):  # type: ignore[no-untyped-def]
-    return func(x, target, weight, reduction=reduction, **dict(given))
-
-
-@rule(F.cross_entropy)
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,  # noqa: FBT001
-    ignore_index: int = -100,
-    reduce: bool | None = None,  # noqa: FBT001
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Give the cross entropy of class logits along dim 1; targets are classes or probabilities."""
-    mode = reduction_of(reduction, size_average, reduce)
-    given = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return _class_loss(F.cross_entropy, input, target, weight, mode, given)
-
-
-@rule(F.nll_loss)
-def nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,  # noqa: FBT001
-    ignore_index: int = -100,
-    reduce: bool | None = None,  # noqa: FBT001
-    reduction: str = "mean",
-) -> Tensor:
-    """Give the negative log likelihood of class log-probabilities along dim 1."""
-    mode = reduction_of(reduction, size_average, reduce)
-    return _class_loss(F.nll_loss, input, target, weight, mode, {"ignore_index": ignore_index})
-
-
-def _class_loss(
-    func: Callable[..., Tensor],
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    given: dict[str, Any],
-) -> Tensor:
-    """Evaluate a loss over classes: the target has the dims of the prediction without the class dim.
-
-    Communication:
-        One all-reduce of the sum, the weight of the elements that are not ignored, and a flag.
-    """
-    out_shape = check(_hollow_classes, (x, target, weight), func, "none", tuple(given.items()))
-    check(_hollow_classes, (x, target, weight), func, reduction, tuple(given.items()))
-    op = f"F.{func.__name__}"
-    classes = 0 if x.dim() == 1 else 1
-    if isinstance(x, DTensor):
-        x = settle(x, [dim for dim in range(x.dim()) if dim != classes], op)
-    probabilities = target.shape == x.shape and target.is_floating_point()
-    mesh, placements = _shared_placements(x, target, classes, probabilities=probabilities)
-    without = [_minus_dim(placement, classes) for placement in placements]
-    local_x = align(x, mesh, placements, x.shape, op)
-    local_target = align(target, mesh, placements if probabilities else without, target.shape, op)
-    w = None if weight is None else pieces.companion(weight, mesh, placements)
-
-    def values() -> Tensor:
-        return func(local_x, local_target, w, reduction="none", **given)
-
-    if reduction == "none":
-        return pieces.whole(values(), mesh, without, out_shape)
-
-    def counted() -> Tensor:
-        valid = local_target != given["ignore_index"]
-        if w is None:
-            return valid.sum()
-        return (w.detach()[torch.where(valid, local_target, 0)] * valid).sum()
-
-    denominator: float | Callable[[], Tensor] = 1.0
-    if reduction == "mean":
-        denominator = float(math.prod(out_shape)) if probabilities else counted
-    return reduced(values, denominator, mesh, without, op, refuses=IndexError)
-
-
-def _minus_dim(placement: Placement, dim: int) -> Placement:
-    if isinstance(placement, Shard):
-        return Shard(placement.dim - (placement.dim > dim))
-    return placement
-
-
-def _shared_placements(
-    x: Tensor, target: Tensor, classes: int, *, probabilities: bool
-) -> tuple[DeviceMesh, list[Placement]]:
-    """Choose where the loss is computed: as the prediction lies, and where that is replicated as the target lies."""
-    found: list[Placement | None] = [None] * (mesh := _mesh_of(x, target)).ndim
-    if isinstance(x, DTensor):
-        found = [p if pieces.is_plain_shard(p) else None for p in x.placements]
-    if isinstance(target, DTensor):
-        for axis, placement in enumerate(target.placements):
-            if found[axis] is not None or not pieces.is_plain_shard(placement):
-                continue
-            dim = placement.dim  # type: ignore[attr-defined]
-            shard = Shard(dim if probabilities else dim + (dim >= classes))
-            if shard.dim != classes and shard not in found:
-                found[axis] = shard
-    return mesh, [p or Replicate() for p in found]
-
-
-def _mesh_of(*tensors: Tensor) -> DeviceMesh:
-    return next(x.device_mesh for x in tensors if isinstance(x, DTensor))

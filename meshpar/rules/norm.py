@@ -1,4 +1,4 @@
-"""Normalisation over sharded rows: group, instance, batch, layer and rms norm.
+"""Normalisation of channels over sharded rows: group, instance and batch norm.
 
 Invariant: where no sharded dim is normalised over, every rank runs torch's own fused kernel on its piece and nothing
 is sent; else the moments are merged as `rules.statistics` has it. Running statistics are updated on every rank, with
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshpar import pieces, record
 from meshpar.rules.spatial import settle, sharded_dims
-from meshpar.rules.statistics import Statistics, normalise, total, widened
+from meshpar.rules.statistics import Statistics, normalise
 from meshpar.spmd import gather_call, name_of, policy, rule
 
 Described = tuple[tuple[int, ...], torch.dtype] | None
@@ -51,7 +51,7 @@ def _judged(func: Callable[..., Any], tensors: tuple[Described, ...], args: tupl
         return tuple(func(*hollow, *args).shape)
 
 
-def _cut_along(w: Tensor, dim: int, placements: Sequence[Placement], mesh: DeviceMesh, of: int) -> Tensor:
+def cut_along(w: Tensor, dim: int, placements: Sequence[Placement], mesh: DeviceMesh, of: int) -> Tensor:
     """Cut dim `dim` of a whole weight to the rows that this rank has of dim `of` of the activation."""
     for axis, placement in enumerate(placements):
         if placement.is_shard() and placement.dim == of and mesh.size(axis) > 1:  # type: ignore[attr-defined]
@@ -60,13 +60,28 @@ def _cut_along(w: Tensor, dim: int, placements: Sequence[Placement], mesh: Devic
     return w
 
 
+def clean_piece(x: DTensor) -> Tensor:
+    """Give this rank's piece, with clean strides where it is channels_last.
+
+    A piece with a single row keeps the strides of what it was cut from; torch 2.13's batch_norm then returns wrong
+    gradients (CPU, channels_last, a dim of size 1, a gradient that is contiguous).
+    """
+    piece = pieces.local(x)
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(piece.dim())
+    if form is None or piece.is_contiguous() or not piece.is_contiguous(memory_format=form):
+        return piece
+    order = (0, *range(2, piece.dim()), 1)
+    clean = all(piece.stride(d) == math.prod(piece.shape[e] for e in order[i + 1 :]) for i, d in enumerate(order))
+    return piece if clean else piece.clone(memory_format=form)
+
+
 def _channel_weight(w: Tensor | None, x: DTensor) -> Tensor | None:
     if w is None:
         return None
-    return _cut_along(pieces.companion(w, x.device_mesh, x.placements), 0, x.placements, x.device_mesh, 1)
+    return cut_along(pieces.companion(w, x.device_mesh, x.placements), 0, x.placements, x.device_mesh, 1)
 
 
-def _on_nothing(x: Tensor, *weights: Tensor | None) -> Tensor:
+def on_nothing(x: Tensor, *weights: Tensor | None) -> Tensor:
     """Give an empty piece as it is, connected to the weights so that they get a gradient of zero."""
     for w in weights:
         if w is not None:
@@ -74,7 +89,7 @@ def _on_nothing(x: Tensor, *weights: Tensor | None) -> Tensor:
     return x
 
 
-def _sizes(x: DTensor, dims: Collection[int]) -> dict[int, tuple[int, ...]]:
+def merged_sizes(x: DTensor, dims: Collection[int]) -> dict[int, tuple[int, ...]]:
     """Give the sizes of the ranks' pieces along each mesh axis that shards one of the dims."""
     found: dict[int, tuple[int, ...]] = {}
     for dim, axis in sharded_dims(x).items():
@@ -83,14 +98,15 @@ def _sizes(x: DTensor, dims: Collection[int]) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _result_dtype(x: Tensor, probe: Callable[[Tensor], Tensor]) -> torch.dtype:
+def result_dtype(x: Tensor, probe: Callable[[Tensor], Tensor]) -> torch.dtype:
     """Give the dtype of a norm's result, which autocast may have changed: then torch is asked."""
     if not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return probe(torch.zeros((2, 1, 2), dtype=x.dtype, device=x.device)).dtype
 
 
-def _not_an_activation(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def not_an_activation(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Norm a plain tensor with weights that are DTensors: on whole tensors, alike on every rank."""
     return gather_call(func, args, {}, why="the input is a plain tensor, a weight is not")
 
 
@@ -126,17 +142,17 @@ def _group_norm(
     func: Callable[..., Tensor], x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     if not isinstance(x, DTensor):
-        return _not_an_activation(func, (x, num_groups, weight, bias, eps))  # type: ignore[no-any-return]
+        return not_an_activation(func, (x, num_groups, weight, bias, eps))  # type: ignore[no-any-return]
     check(_hollow_group_norm, (x, weight, bias), func, num_groups, eps)
     op = name_of(func)
     each = x.shape[1] // num_groups
     x = settle(x, _keep(x, channels=_whole_groups(x, each)), op)
     w, b = _channel_weight(weight, x), _channel_weight(bias, x)
-    piece = pieces.local(x)
-    sizes = _sizes(x, range(2, x.dim()))
+    piece = clean_piece(x)
+    sizes = merged_sizes(x, range(2, x.dim()))
     if not sizes:
         fused = piece.numel() > 0
-        out = torch.group_norm(piece, piece.shape[1] // each, w, b, eps) if fused else _on_nothing(piece, w, b)
+        out = torch.group_norm(piece, piece.shape[1] // each, w, b, eps) if fused else on_nothing(piece, w, b)
     else:
         plan = Statistics(
             mesh=x.device_mesh,
@@ -146,7 +162,7 @@ def _group_norm(
             count=each * math.prod(x.shape[2:]),
             eps=eps,
             label=record.here(op),
-            dtype=_result_dtype(piece, lambda t: torch.group_norm(t, 1)),
+            dtype=result_dtype(piece, lambda t: torch.group_norm(t, 1)),
         )
         out = normalise(piece, w, b, plan)[0]
     return pieces.whole(out, x.device_mesh, x.placements, x.shape)
@@ -231,15 +247,23 @@ def _torch_batch_norm(
     return _channel_norm(torch.batch_norm, input, buffers, weight, bias, training, momentum, eps)
 
 
-def _arguments(func, x, mean, var, weight, bias, training, momentum, eps):  # type: ignore[no-untyped-def]
+def _arguments(
+    func: Callable[..., Any],
+    x: Tensor,
+    buffers: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    training: bool,  # noqa: FBT001
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     """Put the arguments of a batch or instance norm in the order of the function."""
     if func in (F.batch_norm, F.instance_norm):
-        return (x, mean, var, weight, bias, training, momentum, eps)
-    return (x, weight, bias, mean, var, training, momentum, eps, False)
+        return (x, *buffers, *weights, training, momentum, eps)
+    return (x, *weights, *buffers, training, momentum, eps, False)
 
 
 def _hollow_channel_norm(x, mean, var, weight, bias, func, training, momentum, eps):  # type: ignore[no-untyped-def]
-    return func(*_arguments(func, x, mean, var, weight, bias, training, momentum, eps))
+    return func(*_arguments(func, x, (mean, var), (weight, bias), training, momentum, eps))
 
 
 def _channel_norm(
@@ -253,24 +277,24 @@ def _channel_norm(
     eps: float,
 ) -> Tensor:
     if not isinstance(x, DTensor):
-        args = _arguments(func, x, *buffers, weight, bias, training, momentum, eps)
-        return _not_an_activation(func, args)  # type: ignore[no-any-return]
+        args = _arguments(func, x, buffers, (weight, bias), training, momentum, eps)
+        return not_an_activation(func, args)  # type: ignore[no-any-return]
     check(_hollow_channel_norm, (x, *buffers, weight, bias), func, training, momentum, eps)
     op = name_of(func)
     over_batch = func in (F.batch_norm, torch.batch_norm)
     kernel = torch.batch_norm if over_batch else torch.instance_norm
     x = settle(x, range(x.dim()), op)
     w, b = _channel_weight(weight, x), _channel_weight(bias, x)
-    piece = pieces.local(x)
-    sizes = _sizes(x, [0, *range(2, x.dim())] if over_batch else range(2, x.dim()))
+    piece = clean_piece(x)
+    sizes = merged_sizes(x, [0, *range(2, x.dim())] if over_batch else range(2, x.dim()))
     if over_batch and policy().batch_statistics == "data-local":
         sizes = _within_data(x, sizes, training=training)
     kept = [None if t is None else pieces.local(t) if isinstance(t, DTensor) else t for t in buffers]
     tracked = training and kept[0] is not None
     if not training or not (sizes or (tracked and sharded_dims(x))):
-        cut = [None if t is None else _cut_along(t, 0, x.placements, x.device_mesh, 1) for t in kept]
-        args = _arguments(kernel, piece, *cut, w, b, training, momentum, eps)
-        out = kernel(*args) if piece.numel() else _on_nothing(piece, w, b)
+        cut = [None if t is None else cut_along(t, 0, x.placements, x.device_mesh, 1) for t in kept]
+        args = _arguments(kernel, piece, cut, (w, b), training, momentum, eps)
+        out = kernel(*args) if piece.numel() else on_nothing(piece, w, b)
         return pieces.whole(out, x.device_mesh, x.placements, x.shape)
     plan = Statistics(
         mesh=x.device_mesh,
@@ -280,7 +304,9 @@ def _channel_norm(
         count=_count(x, piece, sizes, over_batch=over_batch),
         eps=eps,
         label=record.here(op),
-        dtype=_result_dtype(piece, lambda t: kernel(*_arguments(kernel, t, None, None, None, None, True, 0.1, eps))),
+        dtype=result_dtype(
+            piece, lambda t: kernel(*_arguments(kernel, t, (None, None), (None, None), training, momentum, eps))
+        ),
     )
     out, mean, var = normalise(piece, w, b, plan)
     if tracked and plan.count:
@@ -333,112 +359,3 @@ def _update(
         for buffer, now in zip(kept, pair, strict=True):
             if buffer is not None:
                 buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
-
-
-def _hollow_layer_norm(x, weight, bias, shape, eps):  # type: ignore[no-untyped-def]
-    return F.layer_norm(x, shape, weight, bias, eps)
-
-
-@rule(F.layer_norm, torch.layer_norm)
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,  # noqa: FBT001, FBT002
-) -> Tensor:
-    """Normalise over the last dims; weight and bias are cut to the own rows where those dims are sharded."""
-    shape = _as_shape(normalized_shape)
-    if not isinstance(input, DTensor):
-        return _not_an_activation(F.layer_norm, (input, shape, weight, bias, eps))  # type: ignore[no-any-return]
-    check(_hollow_layer_norm, (input, weight, bias), shape, eps)
-    x = settle(input, range(input.dim()), "F.layer_norm")
-    first = x.dim() - len(shape)
-    w, b = _trailing_weight(weight, x, first), _trailing_weight(bias, x, first)
-    piece = pieces.local(x)
-    sizes = _sizes(x, range(first, x.dim()))
-    if not sizes:
-        empty = piece.numel() == 0
-        out = _on_nothing(piece, w, b) if empty else torch.layer_norm(piece, shape, w, b, eps)
-        return pieces.whole(out, x.device_mesh, x.placements, x.shape)
-    plan = Statistics(
-        mesh=x.device_mesh,
-        sizes=sizes,
-        num_groups=1,
-        over_batch=False,
-        count=math.prod(shape),
-        eps=eps,
-        label=record.here("F.layer_norm"),
-        dtype=widened(piece).dtype,
-    )
-    # One sample of one channel for each of the leading indices.
-    rows = piece.reshape(math.prod(piece.shape[:first]), 1, math.prod(piece.shape[first:]))
-    xhat = normalise(rows, None, None, plan)[0].reshape(piece.shape)
-    out = _scaled(xhat, w, b).to(_result_dtype(piece, lambda t: torch.layer_norm(t, (2,))))
-    return pieces.whole(out, x.device_mesh, x.placements, x.shape)
-
-
-def _as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-
-
-def _trailing_weight(w: Tensor | None, x: DTensor, first: int) -> Tensor | None:
-    if w is None:
-        return None
-    w = pieces.companion(w, x.device_mesh, x.placements)
-    for dim in range(first, x.dim()):
-        w = _cut_along(w, dim - first, x.placements, x.device_mesh, dim)
-    return w
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is not None and bias is not None:
-        return torch.addcmul(bias.to(x.dtype), x, weight.to(x.dtype))
-    out = x if weight is None else x * weight
-    return out if bias is None else out + bias
-
-
-def _hollow_rms_norm(x, weight, shape, eps):  # type: ignore[no-untyped-def]
-    return F.rms_norm(x, shape, weight, eps)
-
-
-@rule(F.rms_norm, torch.rms_norm)
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    """Divide by the root of the mean square over the last dims, which may be sharded.
-
-    Communication:
-        None where those dims are whole; else one all-reduce forward and one backward, of one value a row.
-    """
-    shape = _as_shape(normalized_shape)
-    if not isinstance(input, DTensor):
-        return _not_an_activation(F.rms_norm, (input, shape, weight, eps))  # type: ignore[no-any-return]
-    check(_hollow_rms_norm, (input, weight), shape, eps)
-    x = settle(input, range(input.dim()), "F.rms_norm")
-    first = x.dim() - len(shape)
-    w = _trailing_weight(weight, x, first)
-    piece = pieces.local(x)
-    sizes = _sizes(x, range(first, x.dim()))
-    if not sizes:
-        out = torch.rms_norm(piece, shape, w, eps) if piece.numel() else _on_nothing(piece, w)
-        return pieces.whole(out, x.device_mesh, x.placements, x.shape)
-    wide = widened(piece)
-    plan = Statistics(
-        mesh=x.device_mesh,
-        sizes=sizes,
-        num_groups=1,
-        over_batch=False,
-        count=math.prod(shape),
-        eps=torch.finfo(wide.dtype).eps if eps is None else eps,
-        label=record.here("F.rms_norm"),
-        dtype=wide.dtype,
-    )
-    power = total(wide.square().sum(tuple(range(first, x.dim())), keepdim=True), plan) / plan.count
-    out = _scaled(wide * torch.rsqrt(power + plan.eps), w, None)
-    out = out.to(_result_dtype(piece, lambda t: torch.rms_norm(t, (2,))))
-    return pieces.whole(out, x.device_mesh, x.placements, x.shape)

@@ -45,13 +45,12 @@ LOCAL = """
 """
 """Run on the local pieces; any of them may broadcast its operands."""
 
-IN_PLACE = """
-    __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
-    abs_ neg_ exp_ log_ sqrt_ rsqrt_ square_ reciprocal_ sin_ cos_ tanh_ sigmoid_ relu_ silu_ erf_ sign_ floor_ ceil_
-    round_ trunc_ add_ sub_ mul_ div_ pow_ clamp_ clamp_min_ clamp_max_ subtract_ multiply_ divide_ lerp_ addcmul_
-    addcdiv_ masked_fill_ fill_ zero_ logical_and_ logical_or_ logical_not_ leaky_relu_ elu_ celu_ selu_ hardtanh_
-    relu6_ threshold_ nan_to_num_ remainder_ fmod_ eq_ ne_ lt_ le_ gt_ ge_
-"""
+IN_PLACE = (
+    *"__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__".split(),
+    *"__iand__ __ior__ __ixor__ __ilshift__ __irshift__ zero_ fill_".split(),
+    *(f"{name}_" for name in (NATIVE + LOCAL).split() if not name.startswith("__") and functions(f"{name}_")),
+)
+"""Write what the function without the underscore gives."""
 
 
 def broadcast_placements(
@@ -59,7 +58,7 @@ def broadcast_placements(
 ) -> tuple[DeviceMesh, list[Placement]]:
     """Choose where the output of broadcast operands lies, axis by axis: sharded wherever an operand is.
 
-    The largest operand decides; one that is spread out along the dim only where no other is sharded there.
+    The largest operand decides, the first of equal ones; one that is spread out along the dim only where no other is sharded there.
     """
     activations = [x for x in operands if isinstance(x, DTensor)]
     mesh = activations[0].device_mesh
@@ -67,15 +66,16 @@ def broadcast_placements(
     used: set[int] = set()
     for axis in range(mesh.ndim):
         choices = []
-        for x in activations:
+        for i, x in enumerate(activations):
             placement = x.placements[axis]
             if pieces.is_plain_shard(placement):
                 dim = placement.dim + len(shape) - x.dim()  # type: ignore[attr-defined]
                 if dim not in used:
-                    choices.append((shape[dim] == x.shape[placement.dim], x.numel(), dim))  # type: ignore[attr-defined]
-        placements.append(Shard(max(choices)[2]) if choices else Replicate())
+                    choices.append((shape[dim] == x.shape[placement.dim], x.numel(), -i, dim))  # type: ignore[attr-defined]
+        dim = max(choices)[3] if choices else -1
+        placements.append(Shard(dim) if choices else Replicate())
         if choices and mesh.size(axis) > 1:
-            used.add(max(choices)[2])
+            used.add(dim)
     return mesh, placements
 
 
@@ -254,7 +254,7 @@ for _function in functions(*NATIVE.split()):
     rule(_function, status="native")(_handler(_function, native=True))
 for _function in functions(*LOCAL.split()):
     rule(_function)(_handler(_function, native=False))
-for _name in IN_PLACE.split():
+for _name in IN_PLACE:
     for _function in functions(_name):
         if _function not in RULES:  # __idiv__ is __itruediv__
             rule(_function)(_in_place(_function, _outer(_name), native=_name in _NATIVE_IN_PLACE))

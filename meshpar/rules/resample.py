@@ -3,7 +3,7 @@
 Invariant: interpolation is separable, and every output row's taps (input rows and weights) follow from global sizes as
 torch's CPU kernels have them. Along a sharded dim a rank fetches the hull of the taps of its own output rows, nothing
 else, and `F.interpolate` then runs with that dim kept as it is. Gradients are the transpose of the forward, which
-torch's are too but for defects of its bicubic and antialiased backward (see `_all_ours`).
+torch's are too but for defects of its bicubic and antialiased kernels (see `_all_ours`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def interpolate(
         piece = select(piece, dim, made, held, mine)
     rest = [d if i + 2 not in steps else None for i, d in enumerate(dims)]
     if any(d is not None for d in rest):
-        kept = {k: v for k, v in options.items() if k in ("mode", "align_corners", "antialias")}
+        kept: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
         piece = F.interpolate(piece, **kept, **_rest_sizes(piece, rest, scaled=factors is not None))
     return pieces.whole(piece.to(x.dtype), mesh, x.placements, shape)
 
@@ -135,14 +135,14 @@ def _all_ours(mode: str, dims: Sequence[_Dim], *, antialias: bool) -> bool:
     """Tell whether the dims that this rank holds whole cannot be left to torch either.
 
     torch's kernels for nearest modes go by the size of the whole image. The backward of the others is not the transpose
-    of their forward (2.13, CPU) where a scale factor keeps a size, and of antialiasing where one column comes out;
-    which of these a piece meets depends on its rows.
+    of their forward (2.13, CPU) where a scale factor keeps a size, nor is antialiasing right where one column comes
+    out; which of these a piece meets depends on its rows.
     """
     kept = any(d.n == d.out and d.scale not in (None, 1.0) for d in dims)
     return mode.startswith("nearest") or antialias or (mode == "bicubic" and kept)
 
 
-def _rest_sizes(piece: Tensor, rest: Sequence[_Dim | None], *, scaled: bool) -> dict[str, list[Any]]:
+def _rest_sizes(piece: Tensor, rest: Sequence[_Dim | None], *, scaled: bool) -> dict[str, Any]:
     """Give the sizes or factors of the dims that are left; a dim that is done keeps its rows exactly."""
     if scaled:
         return {"scale_factor": [1.0 if d is None else d.scale for d in rest]}
@@ -159,12 +159,14 @@ def select(piece: Tensor, dim: int, taps: Taps, held: Interval, mine: Interval) 
     if taps.weights is None:
         start, num = int(rows[0, 0]), rows.shape[1]
         if torch.equal(rows[0], torch.arange(start, start + num, device=rows.device)):
-            return piece.narrow(dim, start, num)
+            return piece.narrow(dim, start, num).clone()  # not the input itself: torch gives a new tensor
         return piece.index_select(dim, rows[0])
     weights = taps.weights[:, mine[0] : mine[1]].to(device=piece.device, dtype=piece.dtype)
     along = [-1 if d == dim else 1 for d in range(piece.dim())]
-    parts = [piece.index_select(dim, r) * w.view(along) for r, w in zip(rows, weights, strict=True)]
-    return functools.reduce(torch.add, parts)
+    out = piece.index_select(dim, rows[0]) * weights[0].view(along)
+    for tap, weight in zip(rows[1:], weights[1:], strict=True):
+        out = out + piece.index_select(dim, tap) * weight.view(along)
+    return out
 
 
 def _plain(value: Any) -> Any:
@@ -246,6 +248,8 @@ def taps(
     """
     if mode.startswith("nearest"):
         return _nearest(n, out, scale, mode, real, others)
+    if n == out and (antialias or mode != "bicubic"):  # torch copies then, whatever the scale
+        return Taps(torch.arange(n)[None])
     step = 1.0 / scale if scale else n / out
     if align:
         step = (n - 1) / (out - 1) if out > 1 else 0.0
@@ -255,8 +259,6 @@ def taps(
     factor = torch.tensor(step, dtype=real)
     if mode == "bicubic":
         return _cubic(n, factor * i if align else factor * (i + 0.5) - 0.5)
-    if n == out:  # torch copies then, whatever the scale
-        return Taps(torch.arange(n)[None], None)
     at = factor * i if align else (factor * (i + 0.5) - 0.5).clamp(min=0)
     first = at.long().clamp(max=n - 1)
     second = (first + 1).clamp(max=n - 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -190,7 +190,7 @@ def _channel_sums(g: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """Read g and x once: the fused kernel behind batch_norm's backward, asked for its sums alone."""
     ones = torch.ones_like(mean)
     _, product, total = torch.ops.aten.native_batch_norm_backward(
-        g, x, ones, None, None, mean, ones, True, 0.0, [False, True, True]
+        g, x, ones, None, None, mean, ones, train=True, eps=0.0, output_mask=[False, True, True]
     )
     return total, product
 
@@ -213,7 +213,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
-        return _Total.apply(g, ctx.plan, True), None, None  # noqa: FBT003
+        return _Total.apply(g, ctx.plan, True), None, None  # type: ignore[no-untyped-call]  # noqa: FBT003
 
 
 def total(x: Tensor, plan: Statistics) -> Tensor:
@@ -222,7 +222,7 @@ def total(x: Tensor, plan: Statistics) -> Tensor:
     Communication:
         One all-reduce forward and one backward.
     """
-    return _Total.apply(x, plan, False)  # type: ignore[no-any-return]  # noqa: FBT003
+    return _Total.apply(x, plan, False)  # type: ignore[no-any-return, no-untyped-call]  # noqa: FBT003
 
 
 def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Statistics) -> Tensor:
@@ -304,14 +304,14 @@ def _shaped(row: Tensor, x: Tensor) -> Tensor:
     return row.to(x.dtype).view(*row.shape, *[1] * (x.dim() - 2))
 
 
-def _input_gradient(  # type: ignore[no-untyped-def]
-    g,
-    x,
-    weight,
-    mean,
-    rstd,
-    sums,
-    xhat_sums,
+def _input_gradient(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    sums: Tensor,
+    xhat_sums: Tensor,
     plan: Statistics,
 ) -> Tensor:
     """Give rstd * (g * w - mean(g * w) - xhat * mean(g * w * xhat)), as one linear form of g and x."""
@@ -329,11 +329,14 @@ def _input_gradient(  # type: ignore[no-untyped-def]
     return out.addcmul_(g, _shaped(direct, x))
 
 
-def _differentiable(g, inputs, needs, plan):  # type: ignore[no-untyped-def]
+def _differentiable(
+    g: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor | None], needs: Sequence[bool], plan: Statistics
+) -> list[Tensor | None]:
     """Give the gradients as a graph of their own, for `create_graph=True`."""
     wanted = [x for x, need in zip(inputs, needs, strict=False) if x is not None and need]
+    x, weight, bias = inputs
     with torch.enable_grad():
-        found = iter(torch.autograd.grad(composed(*inputs, plan), wanted, g, create_graph=True))
+        found = iter(torch.autograd.grad(composed(x, weight, bias, plan), wanted, g, create_graph=True))
     return [next(found) if x is not None and need else None for x, need in zip(inputs, needs, strict=False)]
 
 
@@ -352,4 +355,4 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Stati
     Communication:
         One all-gather forward (2 values for each pair of moments), one all-reduce backward (as many).
     """
-    return _Normalise.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+    return _Normalise.apply(x, weight, bias, plan)  # type: ignore[no-any-return, no-untyped-call]

@@ -288,7 +288,7 @@ for _property in ("T", "mT", "H", "mH"):
 
 def expanded(x: DTensor, sizes: Sequence[int], op: str) -> DTensor:
     """Repeat dims of size 1 without copies; a sharded one sends its row to all ranks and stays sharded."""
-    shape = tuple(torch.empty(x.shape, device="meta").expand(*sizes).shape)
+    shape = tuple(torch.empty(x.shape, device="meta").expand(tuple(sizes)).shape)
     x = settle(x, range(x.dim()), op)
     mesh, new = x.device_mesh, len(shape) - x.dim()
     piece = pieces.local(x)
@@ -325,7 +325,7 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 def repeated(x: DTensor, times: Sequence[int], op: str) -> DTensor:
     """Copy the whole tensor along its dims."""
-    shape = tuple(torch.empty(x.shape, device="meta").repeat(*times).shape)
+    shape = tuple(torch.empty(x.shape, device="meta").repeat(tuple(times)).shape)
     x = settle(x, range(x.dim()), op)
     mesh, new = x.device_mesh, len(shape) - x.dim()
     piece, local_times = pieces.local(x), list(times)
@@ -337,7 +337,7 @@ def repeated(x: DTensor, times: Sequence[int], op: str) -> DTensor:
             piece = fetch_rows(piece, dim, n, want, mesh, axis, op)
             local_times[dim + new] = 1
     placements = remapped(x.placements, {d: d + new for d in range(x.dim())})
-    return pieces.whole(piece.repeat(*local_times), mesh, placements, shape)
+    return pieces.whole(piece.repeat(tuple(local_times)), mesh, placements, shape)
 
 
 @rule(torch.Tensor.repeat)

@@ -35,7 +35,7 @@ class Report:
     log: Record
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor, largest: float | None = None) -> float:
     """Give the largest difference, relative to the largest number expected (or 1 where that is smaller)."""
     if expected.numel() == 0:
         return 0.0
@@ -43,7 +43,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
         return 0.0 if torch.equal(found, expected) else float("inf")
     same_nan = torch.equal(torch.isnan(found), torch.isnan(expected))
     a, b = torch.nan_to_num(found, 0.0), torch.nan_to_num(expected, 0.0)
-    scale = max(float(b.abs().max()), 1.0)
+    scale = max(float(b.abs().max()) if largest is None else largest, 1.0)
     error = float(torch.where(a == b, torch.zeros_like(b.abs()), (a - b).abs()).max()) / scale
     return error if same_nan else float("inf")
 
@@ -51,12 +51,36 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def check_close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> float:
     """Compare dtype, shape and numbers; raise `Difference` where they differ."""
     if found.dtype != expected.dtype:
-        raise Difference(f"{name}: dtype {found.dtype}, one process has {expected.dtype}")
+        msg = f"{name}: dtype {found.dtype}, one process has {expected.dtype}"
+        raise Difference(msg)
     if found.shape != expected.shape:
-        raise Difference(f"{name}: shape {tuple(found.shape)}, one process has {tuple(expected.shape)}")
+        msg = f"{name}: shape {tuple(found.shape)}, one process has {tuple(expected.shape)}"
+        raise Difference(msg)
     error = distance(found, expected)
     if not error <= tolerance:
-        raise Difference(f"{name}: differs by {error:.3e} of its largest number, allowed {tolerance:.1e}")
+        msg = f"{name}: differs by {error:.3e} of its largest number, allowed {tolerance:.1e}"
+        raise Difference(msg)
+    return error
+
+
+def check_piece(name: str, x: Any, expected: Tensor, tolerance: float) -> float:
+    """Compare what this rank holds with its part of the whole: every rank compares its own, nothing is gathered."""
+    if not isinstance(x, DTensor) or not all(p.is_replicate() or pieces.is_plain_shard(p) for p in x.placements):
+        return check_close(name, plain(x, name), expected, tolerance)
+    if x.shape != expected.shape:
+        msg = f"{name}: shape {tuple(x.shape)}, one process has {tuple(expected.shape)}"
+        raise Difference(msg)
+    check_promise(x, name)
+    piece, part = pieces.local(x).detach(), pieces.cut(expected, x.device_mesh, x.placements)
+    if piece.dtype != expected.dtype:
+        msg = f"{name}: dtype {piece.dtype}, one process has {expected.dtype}"
+        raise Difference(msg)
+    real = expected.is_floating_point() or expected.is_complex()
+    largest = float(torch.nan_to_num(expected, 0.0).abs().max()) if real and expected.numel() else 0.0
+    error = distance(piece, part, largest)
+    if not error <= tolerance:
+        msg = f"{name}: differs by {error:.3e} of its largest number, allowed {tolerance:.1e}"
+        raise Difference(msg)
     return error
 
 
@@ -106,19 +130,24 @@ def assert_same(
     with record() as log:
         with spmd(on_gather="allow" if gathers else "error", mesh=mesh):
             found = fn(*pieces_in, *own_weights)
-        errors.update(compare_trees("output", found, expected, tolerance))
         if gradients:
             send_back(expected)
             send_back(found)
+    # All that communicates comes first: a rank that sees a difference stops, and the others must not wait for it.
+    totals: dict[int, tuple[Tensor, Tensor]] = {}
     if gradients:
-        for i, (x, ref) in enumerate(zip(pieces_in, leaves, strict=True)):
-            errors.update(compare_gradients(f"gradient of input {i}", x, ref, tolerance))
         for i, (w, ref) in enumerate(zip(own_weights, plain_weights, strict=True)):
             if isinstance(w, Tensor) and w.requires_grad and ref.grad is not None:
                 total = torch.zeros_like(w) if w.grad is None else w.grad.clone()
                 sum_parts(total, mesh)
-                name = f"gradient of weight {i}"
-                errors[name] = check_close(name, total, ref.grad, tolerance)
+                totals[i] = total, ref.grad
+    errors.update(compare_trees("output", found, expected, tolerance))
+    if gradients:
+        for i, (x, ref) in enumerate(zip(pieces_in, leaves, strict=True)):
+            errors.update(compare_gradients(f"gradient of input {i}", x, ref, tolerance))
+    for i, (total, grad) in totals.items():
+        name = f"gradient of weight {i}"
+        errors[name] = check_close(name, total, grad, tolerance)
     return Report(errors, log)
 
 
@@ -140,14 +169,16 @@ def compare_trees(name: str, found: Any, expected: Any, tolerance: float) -> dic
     a, spec = pytree.tree_flatten(found)
     b, other = pytree.tree_flatten(expected)
     if spec != other:
-        raise Difference(f"{name}: structure {spec}, one process has {other}")
+        msg = f"{name}: structure {spec}, one process has {other}"
+        raise Difference(msg)
     errors: dict[str, float] = {}
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         label = f"{name} {i}"
         if isinstance(y, Tensor):
-            errors[label] = check_close(label, plain(x, label), y.detach(), tolerance)
+            errors[label] = check_piece(label, x, y.detach(), tolerance)
         elif x != y and not (isinstance(y, float) and abs(x - y) <= tolerance * max(abs(y), 1.0)):
-            raise Difference(f"{label}: a {type(x).__name__} that is not that of one process")
+            msg = f"{label}: a {type(x).__name__} that is not that of one process"
+            raise Difference(msg)
     return errors
 
 
@@ -155,13 +186,18 @@ def plain(x: Any, name: str) -> Tensor:
     """Give the whole of an output, after a check that every rank's piece has the size that its placements promise."""
     if not isinstance(x, DTensor):
         return x.detach()  # type: ignore[no-any-return]
+    check_promise(x, name)
+    whole: Tensor = x.full_tensor()
+    return whole.detach()
+
+
+def check_promise(x: DTensor, name: str) -> None:
+    """Check that this rank's piece has the size that its placements promise."""
     promised = pieces.local_shape(x.shape, x.device_mesh, x.placements)
-    piece = tuple(x.detach().to_local().shape)
+    piece = tuple(pieces.local(x).shape)
     if piece != promised:
-        raise Difference(
-            f"{name}: the piece of rank {dist.get_rank()} is {piece}, its placements promise {promised}"
-        )
-    return x.detach().full_tensor()
+        msg = f"{name}: the piece of rank {dist.get_rank()} is {piece}, its placements promise {promised}"
+        raise Difference(msg)
 
 
 def send_back(tree: Any) -> None:
@@ -184,11 +220,11 @@ def compare_gradients(name: str, x: Any, ref: Any, tolerance: float) -> dict[str
     if x.grad is None:
         if float(ref.grad.abs().max() if ref.grad.numel() else 0.0) == 0.0:
             return {}
-        raise Difference(f"{name}: none came back")
+        msg = f"{name}: none came back"
+        raise Difference(msg)
     if isinstance(x, DTensor):
-        sharded = [
-            (p, q) for p, q in zip(x.placements, x.grad.placements, strict=True) if p.is_shard() and p != q
-        ]
+        sharded = [(p, q) for p, q in zip(x.placements, x.grad.placements, strict=True) if p.is_shard() and p != q]
         if sharded:
-            raise Difference(f"{name}: lies in {x.grad.placements}, the input in {x.placements}")
-    return {name: check_close(name, plain(x.grad, name), ref.grad, tolerance)}
+            msg = f"{name}: lies in {x.grad.placements}, the input in {x.placements}"
+            raise Difference(msg)
+    return {name: check_piece(name, x.grad, ref.grad, tolerance)}

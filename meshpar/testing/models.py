@@ -79,7 +79,8 @@ def assert_equivalent(
     for size in sizes:
         num_ranks *= max(size, 1)
     reports = run_ranks(_compare, num_ranks, *job)
-    return reports[0]  # type: ignore[no-any-return]
+    report: Report = reports[0]
+    return report
 
 
 def _compare(
@@ -88,9 +89,9 @@ def _compare(
     mesh: str | DeviceMesh,
     layouts: Sequence[Layout] | None,
     tolerance: float,
-    gathers: bool,  # noqa: FBT001
+    gathers: bool,
     dtype: torch.dtype,
-    shard_parameters: bool,  # noqa: FBT001
+    shard_parameters: bool,
     options: dict[str, Any],
 ) -> Report:
     the_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_for(mesh)
@@ -143,7 +144,9 @@ def _fresh(model: Model, dtype: torch.dtype) -> nn.Module:
 
 
 def _same_values(a: nn.Module, b: nn.Module) -> None:
-    wrong = [n for (n, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True) if not torch.equal(x, y)]
+    wrong = [
+        n for (n, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True) if not torch.equal(x, y)
+    ]
     if wrong:
         text = f"the factory makes other values at its second call: {wrong[:3]}; seed it, or give the model itself"
         raise Difference(text)

@@ -89,9 +89,7 @@ _SERVERS: dict[int, _Server] = {}  # by the pid of the caller: a fork of the cal
 _LOCK = threading.RLock()
 
 
-def run_ranks(
-    fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any
-) -> list[T]:
+def run_ranks(fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[T]:
     """Run `fn(*args, **kwargs)` on ranks 0 to num_ranks - 1 and return their results.
 
     The default process group is gloo over 127.0.0.1, one thread a rank. The processes are kept for the next
@@ -130,9 +128,7 @@ def run_ranks(
         pool = server.pools.get(num_ranks) or _start_pool(server, num_ranks)
         with _ended_if_interrupted(server, num_ranks):
             for conn in pool.conns:
-                with contextlib.suppress(
-                    OSError
-                ):  # a rank that died while idle: the gather reads its end of file
+                with contextlib.suppress(OSError):  # a rank that died while idle: the gather reads its end of file
                     conn.send_bytes(path)
                     conn.send_bytes(call)
             answers = _gather(server, num_ranks, timeout_s)
@@ -281,16 +277,12 @@ def _ended_if_interrupted(server: _Server, num_ranks: int) -> Iterator[None]:
         raise
 
 
-def _end_pool(
-    server: _Server, num_ranks: int, dead: list[int], hung: list[int]
-) -> tuple[list[int], list[str]]:
+def _end_pool(server: _Server, num_ranks: int, dead: list[int], hung: list[int]) -> tuple[list[int], list[str]]:
     """End the ranks; return their exit codes, and where the hung ones hung."""
     pool = server.pools.pop(num_ranks)
     for conn in pool.conns:
         conn.close()
-    codes, dumps = _ask(
-        server, ("end", pool.pids, [pool.pids[r] for r in dead], [pool.pids[r] for r in hung])
-    )
+    codes, dumps = _ask(server, ("end", pool.pids, [pool.pids[r] for r in dead], [pool.pids[r] for r in hung]))
     return codes, dumps
 
 

@@ -34,7 +34,7 @@ _DEATH_S = 1.0  # for a rank whose socket is closed to become a zombie
 class Pickler(pickle.Pickler):
     """Pickle a plain tensor as its bytes: torch's own way writes a small archive, ten times slower."""
 
-    def reducer_override(self, obj: Any) -> Any:  # noqa: D102
+    def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout != torch.strided:
             return NotImplemented
         whole = obj.is_contiguous() and obj.untyped_storage().nbytes() == obj.numel() * obj.element_size()
@@ -103,9 +103,7 @@ def _reap(
     for pid in pids:
         with dumps.pop(pid) as file:
             file.seek(0)
-            block = (
-                file.read().decode(errors="replace").strip().split("\n\n")[-1]
-            )  # the main thread is the last
+            block = file.read().decode(errors="replace").strip().split("\n\n")[-1]  # the main thread is the last
         lines = [line for line in block.splitlines()[1:] if __file__ not in line and "<string>" not in line]
         texts.append("\n".join(f"    {line.strip()}" for line in lines[:12]))
     return [codes[pid] for pid in pids], texts

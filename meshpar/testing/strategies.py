@@ -130,7 +130,10 @@ def pools(draw: st.DrawFn) -> LayerCase:
     if kind.startswith("Adaptive"):
         size = draw(_sizes(nd, 1, 9))
         return _works(LayerCase(f"{kind}{nd}d", shape, _layout(nd + 2), {"output_size": size}))
-    arguments: dict[str, Any] = {"kernel_size": draw(_sizes(nd, 1, 4)), "stride": draw(st.one_of(st.none(), _sizes(nd, 1, 3)))}
+    arguments: dict[str, Any] = {
+        "kernel_size": draw(_sizes(nd, 1, 4)),
+        "stride": draw(st.one_of(st.none(), _sizes(nd, 1, 3))),
+    }
     arguments["ceil_mode"] = draw(st.booleans())
     if kind == "LPPool":
         # On one side of zero its gradient is not that of a number: keep to what torch differentiates.
@@ -167,7 +170,11 @@ def norms(draw: st.DrawFn) -> LayerCase:
     shape = draw(image_shapes(nd, 4))
     affine = draw(st.booleans())
     if kind == "GroupNorm":
-        arguments: dict[str, Any] = {"num_groups": draw(st.sampled_from([1, 2, 4])), "num_channels": 4, "affine": affine}
+        arguments: dict[str, Any] = {
+            "num_groups": draw(st.sampled_from([1, 2, 4])),
+            "num_channels": 4,
+            "affine": affine,
+        }
         return _works(LayerCase(kind, shape, _layout(nd + 2), arguments))
     if kind == "LayerNorm":
         last = draw(st.integers(1, len(shape) - 1))
@@ -201,10 +208,14 @@ def others(draw: st.DrawFn) -> LayerCase:
     """Draw a linear layer or an activation."""
     nd = draw(st.sampled_from([1, 2, 3]))
     shape = draw(image_shapes(nd, 2))
-    name = draw(st.sampled_from(["Linear", "ReLU", "GELU", "SiLU", "Softplus", "LeakyReLU", "Tanh", "Hardswish", "ELU"]))
+    name = draw(
+        st.sampled_from(["Linear", "ReLU", "GELU", "SiLU", "Softplus", "LeakyReLU", "Tanh", "Hardswish", "ELU"])
+    )
     if name == "Linear":
         layout = "data _ domain _" if nd == 2 else _layout(nd + 2) if nd == 3 else "data domain _"
-        return _works(LayerCase(name, shape, layout, {"in_features": shape[-1], "out_features": draw(st.integers(1, 3))}))
+        return _works(
+            LayerCase(name, shape, layout, {"in_features": shape[-1], "out_features": draw(st.integers(1, 3))})
+        )
     inplace = {"inplace": draw(st.booleans())} if name in ("LeakyReLU", "Hardswish", "ELU") else {}
     return _works(LayerCase(name, shape, _layout(nd + 2), {} if inplace.get("inplace") else inplace))
 

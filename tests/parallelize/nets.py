@@ -108,5 +108,5 @@ class Checkpointed(nn.Module):
 class PeriodicConv2d(nn.Conv2d):
     """A user's own layer: longitude is periodic, latitude is not."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         return F.conv2d(F.pad(F.pad(input, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1)), self.weight, self.bias)

@@ -113,7 +113,9 @@ def initial_values(spec: str) -> list[torch.Tensor]:
     net = nets.BatchNormNet()
     net.norm.running_mean.normal_()
     model = meshpar.parallelize(net, mesh_for(spec))
-    return [x.detach().clone() for x in meshpar.gather(model.state_dict()).values()] + [net.stem.weight.detach().clone()]
+    return [x.detach().clone() for x in meshpar.gather(model.state_dict()).values()] + [
+        net.stem.weight.detach().clone()
+    ]
 
 
 def test_initial_values_are_those_of_rank_0_and_the_originals_stay():
@@ -290,7 +292,9 @@ def round_trip() -> bool:
     other = held[0]
     model.load_state_dict(other)
     back = meshpar.gather(model.state_dict())
-    return list(back) == list(other) and all(torch.equal(a, b) for a, b in zip(back.values(), other.values(), strict=True))
+    return list(back) == list(other) and all(
+        torch.equal(a, b) for a, b in zip(back.values(), other.values(), strict=True)
+    )
 
 
 def test_a_one_process_state_dict_loads():

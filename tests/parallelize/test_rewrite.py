@@ -33,7 +33,9 @@ TREES = st.recursive(
     LEAVES,
     lambda inner: st.builds(
         lambda kind, parts: lambda: kind([part() for part in parts]),
-        st.sampled_from([lambda ms: nn.Sequential(*ms), nn.ModuleList, lambda ms: nn.ModuleDict(dict(zip("abc", ms, strict=False)))]),
+        st.sampled_from(
+            [lambda ms: nn.Sequential(*ms), nn.ModuleList, lambda ms: nn.ModuleDict(dict(zip("abc", ms, strict=False)))]
+        ),
         st.lists(inner, min_size=1, max_size=3),
     ),
     max_leaves=6,
@@ -88,7 +90,9 @@ def test_a_rewritten_model_still_runs_on_plain_tensors():
 
 
 def test_print_shows_what_each_layer_does():
-    text = repr(meshpar.rewrite(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(2, 64), nn.BatchNorm2d(64))))
+    text = repr(
+        meshpar.rewrite(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(2, 64), nn.BatchNorm2d(64)))
+    )
     assert "DomainConv2d(64, 64, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), rows=1+1 on domain)" in text
     assert re.search(r"DomainGroupNorm\(2, 64, .*statistics over domain\)", text)
     assert "statistics over data, domain" in text
