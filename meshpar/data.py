@@ -40,19 +40,14 @@ def own_tensors(module: nn.Module) -> None:
             )
         )
     for owner in module.modules():
-        for name, p in owner._parameters.items():
-            if p is not None:
-                if id(p) not in memo:
-                    memo[id(p)] = _twin(p)
-                owner._parameters[name] = memo[id(p)]  # type: ignore[assignment]
-        for name, b in owner._buffers.items():
-            if b is not None:
-                if id(b) not in memo:
-                    memo[id(b)] = b.detach().clone()
-                owner._buffers[name] = memo[id(b)]
-        flat = owner.__dict__.get("_flat_weights")
-        if flat is not None:  # recurrent layers keep their weights in a list as well
-            owner.__dict__["_flat_weights"] = [memo.get(id(w), w) for w in flat]
+        for name, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(p) not in memo:
+                memo[id(p)] = _twin(p)
+            setattr(owner, name, memo[id(p)])
+        for name, b in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            if id(b) not in memo:
+                memo[id(b)] = b.detach().clone()
+            setattr(owner, name, memo[id(b)])
 
 
 def _twin(p: nn.Parameter) -> nn.Parameter:
@@ -156,9 +151,8 @@ def units(module: nn.Module, shard_modules: Any) -> list[nn.Module]:
         )
     owners: dict[int, set[int]] = {}
     for m in module.modules():
-        for p in m._parameters.values():
-            if p is not None:
-                owners.setdefault(id(p), set()).add(id(m))
+        for _, p in m.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(p), set()).add(id(m))
     found: dict[int, nn.Module] = {}
     for unit in picked:
         inside = {id(m) for m in unit.modules()}

@@ -107,7 +107,7 @@ class _SyncBatchNorm(_BatchNorm):
     """Take the statistics of the whole batch by the rule of batch norm, on any device."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return nn.modules.batchnorm._BatchNorm.forward(self, input)  # type: ignore[arg-type]
+        return nn.BatchNorm2d.forward(self, input)  # type: ignore[arg-type]
 
 
 AWARE: Mapping[type[nn.Module], type] = {

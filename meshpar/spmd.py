@@ -49,6 +49,9 @@ class Rule:
 RULES: dict[Callable[..., Any], Rule] = {}
 """What is done for each torch function; whatever is missing here is gathered."""
 
+ALWAYS: set[Callable[..., Any]] = set()
+"""Functions whose rule is asked also where all arguments are plain: torch hands them on incompletely to modes."""
+
 RANDOM: set[Callable[..., Any]] = set()
 """Functions that draw random numbers from plain arguments: all ranks must draw the same."""
 
@@ -150,6 +153,8 @@ class Spmd(TorchFunctionMode):
         if kwargs:
             _find(kwargs.values(), found)
         if not found:
+            if func in ALWAYS:
+                return RULES[func].handler(*args, **kwargs)
             if func in RANDOM:
                 return RULES[same_numbers].handler(func, args, kwargs, self.policy.mesh)
             return func(*args, **kwargs)

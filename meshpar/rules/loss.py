@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshpar import pieces
 from meshpar.rules.norm import check
 from meshpar.rules.pointwise import align, broadcast_placements
-from meshpar.spmd import gather_call, rule
+from meshpar.spmd import ALWAYS, gather_call, rule
 
 _REDUCTIONS = ("none", "mean", "sum")
 
@@ -185,6 +185,9 @@ def mse_loss(
     return _with_weight(F.mse_loss, elements, (input, target, weight), reduction, by_weight=True)
 
 
+ALWAYS.add(F.l1_loss)
+
+
 @rule(F.l1_loss)
 def l1_loss(
     input: Tensor,
@@ -197,6 +200,8 @@ def l1_loss(
     """Give the absolute error, or its mean weighted by `weight`."""
     reduction = reduction_of(reduction, size_average, reduce)
     weight = _dropped_weight() if weight is None else weight
+    if not any(isinstance(x, DTensor) for x in (input, target, weight)):
+        return F.l1_loss(input, target, reduction=reduction, weight=weight)
     check(_hollow_weighted, (input, target, weight), F.l1_loss, reduction, ())
     elements = _quiet(F.l1_loss)
     return _with_weight(F.l1_loss, elements, (input, target, weight), reduction, by_weight=True)

@@ -71,6 +71,9 @@ def _weight_shape(kind, shape, given):
     return shape[-given["dims"] :] if kind in ("layer", "rms") else (shape[1],)
 
 
+_BUFFERS = {num: (numbers((num,), 7), numbers((num,), 8).abs()) for num in range(1, 10)}
+
+
 def _call(kind, x, *weights, given, shape, buffers=None):
     w, b = (*weights, None, None)[:2]
     match kind:
@@ -82,7 +85,7 @@ def _call(kind, x, *weights, given, shape, buffers=None):
             return F.rms_norm(x, list(shape[-given["dims"] :]), w, given["eps"])
     pair = [None, None]
     if given["tracked"]:
-        pair = [numbers((shape[1],), 7), numbers((shape[1],), 8).abs()]
+        pair = [t.clone() for t in _BUFFERS[shape[1]]]
     out = (F.batch_norm if kind == "batch" else F.instance_norm)(
         x, *pair, w, b, given["training"], given["momentum"], given["eps"]
     )

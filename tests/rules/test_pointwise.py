@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshpar.batch import shard
 from meshpar.errors import ShardingError
-from meshpar.rules.pointwise import IN_PLACE, LOCAL, NATIVE
+from meshpar.rules.pointwise import ELEMENTWISE, IN_PLACE
 from meshpar.spmd import functions, spmd
 from meshpar.testing import mesh_for, run_ranks
 
@@ -80,7 +80,7 @@ def image(name: str, salt: int = 0, shape: tuple[int, ...] = (B, C, H, W)) -> Te
 
 def unary_cases(mesh: str) -> Iterator[Case]:
     x_int = whole(B, C, H, W, low=1, high=4)
-    for name in (NATIVE + LOCAL).split():
+    for name in ELEMENTWISE.split():
         for label, f in forms(name):
             if name in INTEGERS:
                 other = whole(B, C, H, W, salt=1, low=1, high=4)
