@@ -110,6 +110,18 @@ def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shap
     )
 
 
+def overwrite(x: DTensor, value: DTensor) -> DTensor:
+    """Write values into an activation, of the same shape, dtype and placements.
+
+    Autograd counts what is written into the DTensor; what rules have saved for the backward are pieces, so that they
+    are told too: a gradient that would need the old numbers is an error then, as in torch.
+    """
+    x.copy_(value)
+    with torch.no_grad():
+        torch.autograd.graph.increment_version(x.to_local())
+    return x
+
+
 class _ScaleGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):  # type: ignore[no-untyped-def]
@@ -314,5 +326,6 @@ def all_gather_parts(x: Tensor, mesh: DeviceMesh, axis: int, op: str, *, kind: s
     mine = x.detach().contiguous()
     record.note(record.here(op), kind, name, mine.numel() * mine.element_size() * (p - 1))
     out = torch.empty((p, *mine.shape), dtype=mine.dtype, device=mine.device)
-    private.all_gather(out.view(-1), mine.view(-1), mesh.get_group(axis))
+    # As bytes: every backend gathers those, whatever the dtype.
+    private.all_gather(out.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), mesh.get_group(axis))
     return out

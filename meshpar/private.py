@@ -25,7 +25,6 @@ def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     return mesh[axes]._flatten(name)
 
 
-@functools.lru_cache(maxsize=1024)
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Find a process group by its `group_name` (public when custom ops take groups as arguments)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

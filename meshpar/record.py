@@ -49,9 +49,7 @@ class Record:
 
     entries: list[Entry] = field(default_factory=list)
 
-    def select(
-        self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None
-    ) -> list[Entry]:
+    def select(self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None) -> list[Entry]:
         """List the entries of a kind, an axis, a direction."""
         return [
             entry
@@ -65,9 +63,7 @@ class Record:
         """List the entries of ops that had no rule."""
         return self.select(kind="gather")
 
-    def num_bytes(
-        self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None
-    ) -> int:
+    def num_bytes(self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None) -> int:
         """Add up the bytes that this rank sent."""
         return sum(e.num_bytes for e in self.select(kind=kind, axis=axis, backward=backward))
 

@@ -315,8 +315,7 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
     def write(old: DTensor, new: Tensor) -> DTensor:
         full = pieces.whole(new, mesh, pieces.replicated(mesh), new.shape)
-        old.copy_(full.redistribute(placements=old.placements))
-        return old
+        return pieces.overwrite(old, full.redistribute(placements=old.placements))
 
     named = {key: value for key, value in kwargs.items() if key != "out"}
     plain_args, plain_kwargs = pytree.tree_map(enter, (args, named))

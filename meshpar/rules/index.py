@@ -53,7 +53,7 @@ def _row(piece: Tensor, x: DTensor, dim: int, i: int, op: str) -> Tensor:
     mesh, axis = x.device_mesh, sharded_dims(x)[dim]
     a, b = pieces.my_chunk(mesh, axis, x.shape[dim])
     row = fetch_rows(piece, dim, x.shape[dim], [(i, i + 1)] * mesh.size(axis), mesh, axis, op)
-    return _OwnerGrad.apply(row, a <= i < b)  # type: ignore[no-untyped-call,no-any-return]
+    return _OwnerGrad.apply(row, a <= i < b)  # type: ignore[no-any-return]
 
 
 # reading an index

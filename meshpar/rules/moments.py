@@ -1,8 +1,8 @@
 """Reductions made of others: variances, norms, products, log-sum-exp, softmax over sharded dims.
 
 Invariant: each is the composition that defines it, so its gradient is theirs; values are centred or scaled before
-they are added up, as torch does on one process, and parts are added up in float32 or wider. Where a root or a
-logarithm has an infinite slope the gradient is what torch gives, which is zero.
+they are added up, as torch does on one process, and parts are added up in float32 or wider. Where a root has an
+infinite slope the gradient is what torch gives, which is zero.
 """
 
 from __future__ import annotations
@@ -118,8 +118,6 @@ def _norm_rule(order: str, name: str, *, vector: bool) -> Callable[[Callable[...
         as_vector = reduction(order, _norm(2.0, name))(func)
 
         def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
-            if "A" in kwargs:
-                kwargs["input"] = kwargs.pop("A")
             given = {**dict(zip(order.split(), args, strict=False)), **kwargs}
             kind, dim = given.get(name, "fro"), given.get("dim")
             one_dim = isinstance(dim, int) or (dim is None and input.dim() == 1) or (dim is not None and len(dim) == 1)  # type: ignore[arg-type]
@@ -158,9 +156,7 @@ def _logsumexp(parts: Parts) -> Tensor:
     x = parts.piece.to(wide(parts.dtype))
     peak = _peak(x, parts)
     total = parts.sum((x - peak).exp().sum(dim=parts.dims, keepdim=True))
-    none = total == 0
-    logs = torch.where(none, torch.full_like(total, -math.inf), torch.where(none, torch.ones_like(total), total).log())
-    return parts.squeezed(logs + peak).to(parts.dtype)
+    return parts.squeezed(total.log() + peak).to(parts.dtype)
 
 
 register("logsumexp", reduction("dim keepdim", _logsumexp))

@@ -134,6 +134,11 @@ def map_pieces(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     )
 
 
+def _sgn(x: Tensor) -> Tensor:
+    """Take signs; the gradient of torch.sgn is a tensor without memory, on which DTensor crashes (torch 2.13)."""
+    return torch.sgn(x) if x.is_complex() else torch.sign(x)
+
+
 def _inplace_position(func: Callable[..., Any]) -> int | None:
     """Give the position of the argument `inplace`, which only functions written in Python have."""
     if not isinstance(func, types.FunctionType):
@@ -145,6 +150,7 @@ def _inplace_position(func: Callable[..., Any]) -> int | None:
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     op = name_of(func)
     at = _inplace_position(func)
+    func = _sgn if getattr(func, "__name__", "") == "sgn" else func
 
     def handler(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
@@ -200,7 +206,7 @@ def write_into(target: Any, value: Any, op: str, *, cast: bool = True) -> Any:
     value = pieces.moved(value, target.placements, op)
     if value.dtype != target.dtype:
         value = map_pieces(Tensor.to, (value, target.dtype), {})
-    return target.copy_(value)
+    return pieces.overwrite(target, value)
 
 
 def _check_cast(given: torch.dtype, wanted: torch.dtype) -> None:
@@ -233,7 +239,7 @@ def _in_place(func: Callable[..., Any], outer: Callable[..., Any]) -> Callable[.
 
 def _outer(name: str) -> Callable[..., Any]:
     """Find the function that returns what an in-place function writes."""
-    special: dict[str, Callable[..., Any]] = {"zero_": torch.zeros_like, "fill_": torch.fill}
+    special: dict[str, Callable[..., Any]] = {"zero_": torch.zeros_like, "fill_": torch.fill, "sgn_": _sgn}
     if name in special:
         return special[name]
     plain = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")

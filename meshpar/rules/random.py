@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -21,7 +21,7 @@ from meshpar import pieces, record
 from meshpar.mesh import axis_group, coordinate
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import settled
-from meshpar.spmd import RANDOM, functions, gather_call, name_of, rule, same_numbers
+from meshpar.spmd import RANDOM, call, functions, gather_call, name_of, rule, same_numbers
 
 _FACTORIES = (
     "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
@@ -33,7 +33,11 @@ _FACTORIES = (
     "pca_lowrank svd_lowrank"
 )
 
+_INITIALISERS = [getattr(nn.init, name) for name in ("uniform_", "normal_", "trunc_normal_", "kaiming_uniform_")]
+"""Those in which torch asks the mode before it draws; the others draw with methods of the tensor."""
+
 RANDOM.update(functions(*_FACTORIES.split()))
+RANDOM.update(_INITIALISERS)
 
 
 @rule(same_numbers, status="plain")
@@ -92,20 +96,27 @@ for _function in functions("rand_like", "randn_like", "randint_like"):
 
 
 def _fill(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the handler of `normal_` and its kin."""
+    """Make the handler of `normal_` and its kin; those of `nn.init` are called with `tensor=`."""
 
-    def handler(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        numbers = draw(func, (torch.empty(x.shape, dtype=x.dtype, device=x.device), *args), kwargs, x.device_mesh)
-        piece = pieces.cut(numbers, x.device_mesh, x.placements)
-        return x.copy_(pieces.whole(piece, x.device_mesh, x.placements, x.shape))
+    def handler(*args: Any, **kwargs: Any) -> DTensor:
+        x, rest = (args[0], args[1:]) if args else (kwargs.pop("tensor"), ())
+        mesh, placements = x.device_mesh, x.placements
+        room = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        numbers = draw(func, (room, *rest), kwargs, mesh)
+        return pieces.overwrite(x, pieces.whole(pieces.cut(numbers, mesh, placements), mesh, placements, x.shape))
 
     return handler
 
 
 for _function in functions(
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"
-):
+) + _INITIALISERS:
     rule(_function)(_fill(_function))
+
+
+@rule(nn.init.constant_)
+def _constant(tensor: DTensor, val: float) -> Any:
+    return call(Tensor.fill_, (tensor, val), {})
 
 
 def _mix(seed: int, value: int) -> int:

@@ -16,7 +16,7 @@ import traceback
 
 import pytest
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 HAVE = ((0, 2), (2, 4), (4, 6))
 WANT = ((0, 3), (1, 5), (3, 6))  # a halo of one row: ranks 0 and 2 are no peers
 SCENES = ("exits", "exits in backward", "killed in the exchange", "sleeps", "sleeps in backward")

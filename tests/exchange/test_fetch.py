@@ -240,7 +240,7 @@ def batches(draw):
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # the message names the case; shrinking would take minutes
 
 
-@settings(max_examples=60, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=40, deadline=None, phases=UNSHRUNK)
 @given(batches())
 def test_fetch_is_indexing(batch):
     where, world, drawn = batch
@@ -457,7 +457,7 @@ def opchecked(p):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("p", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_opcheck(p):
     run_ranks(opchecked, p, p)
 

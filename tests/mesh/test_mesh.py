@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshpar import mesh as meshes
-from meshpar import runtime
+from meshpar import private, runtime
 from meshpar.errors import SpecError
 from meshpar.mesh import AXES, MeshSpec, make_mesh
 from meshpar.testing import run_ranks
@@ -100,26 +100,27 @@ def on_fake_worlds():
     mesh = make_mesh("data=16,domain=16,tensor=4", "cpu")
     assert [meshes.coordinate(mesh, axis) for axis in AXES] == [0, 0, 3]
     assert meshes.neighbours(mesh) == (None, 7)
-    print("all right")
+    print("fake worlds: all right")
 
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def python(code):
-    """Run code in a process of its own, without the variables of a launcher."""
+@pytest.fixture(scope="module")
+def printed():
+    """Run `on_fake_worlds` and `start` in one process of its own, without the variables of a launcher."""
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     env |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    code = "import test_mesh; test_mesh.start(); test_mesh.on_fake_worlds()"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
-def test_coordinates_groups_and_neighbours_by_brute_force():
-    assert "all right" in python("import test_mesh; test_mesh.on_fake_worlds()")
+def test_coordinates_groups_and_neighbours_by_brute_force(printed):
+    assert "fake worlds: all right" in printed
 
 
 # Real ranks
@@ -261,6 +262,7 @@ def started_alone():
     assert dist.group.WORLD is group, "the process group was replaced"
     with pytest.raises(SpecError, match="the world has 1"):
         make_mesh("data=2", "cpu")
+    assert private.group_by_name(group.group_name) is group, "a group of a former life was remembered"
     dist.destroy_process_group()
 
 
@@ -271,11 +273,13 @@ def start():
     started_alone()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     started_alone()
-    print("all right")
+    for name in LAUNCHER:
+        del os.environ[name]
+    print("alone: all right", flush=True)
 
 
-def test_a_single_process_needs_no_launcher():
-    assert "all right" in python("import test_mesh; test_mesh.start()")
+def test_a_single_process_needs_no_launcher(printed):
+    assert "alone: all right" in printed
 
 
 @pytest.mark.parametrize(

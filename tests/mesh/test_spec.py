@@ -91,7 +91,7 @@ def test_a_spec_is_a_value():
         spec.data = 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SIZES, SIZES, SIZES, st.sampled_from((None, *AXES)))
 def test_resolve_fills_in_the_open_size(data, domain, tensor, opened):
     sizes = dict(zip(AXES, (data, domain, tensor), strict=True))
@@ -100,7 +100,7 @@ def test_resolve_fills_in_the_open_size(data, domain, tensor, opened):
     assert MeshSpec(**asked).resolve(world).sizes() == sizes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SIZES, SIZES, SIZES, st.sampled_from((None, *AXES)), st.integers(1, 64))
 def test_resolve_refuses_every_other_world_and_names_what_fits(data, domain, tensor, opened, world):
     sizes = {**dict(zip(AXES, (data, domain, tensor), strict=True)), **({opened: -1} if opened else {})}

@@ -258,8 +258,9 @@ def _in_place(mesh: str) -> Iterator[Case]:
                 yield Case(f"{name} {i} weight", fn, (x,), weights=tensors, keeps=True)
 
 
+# Not differentiable, or in torch not where they write in place.
 UNSMOOTH = """
-    floor_divide eq ne lt le gt ge not_equal less less_equal greater greater_equal nextafter heaviside
+    asinh acosh atanh arcsinh arccosh arctanh floor_divide eq ne lt le gt ge not_equal less less_equal greater greater_equal nextafter heaviside
 """.split()
 
 
@@ -445,6 +446,21 @@ def _refusals() -> None:
             torch.add(x, torch.ones(7))
         with pytest.raises(RuntimeError):
             F.prelu(x, torch.ones(C + 1))
+
+
+def _saved_for_backward() -> None:
+    x = shard(real(B, C, H, W), mesh_for("data=1,domain=2")).requires_grad_()
+    with spmd(on_gather="error"):
+        for write in (lambda y: y.mul_(2), lambda y: F.relu(y, inplace=True), lambda y: y.fill_(1.0)):
+            y = x * 1
+            z = y.sin()
+            write(y)
+            with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+                z.sum().backward()
+
+
+def test_writing_over_what_the_backward_needs_is_an_error() -> None:
+    run_ranks(_saved_for_backward, 2)
 
 
 def test_wrong_arguments_raise_on_all_ranks() -> None:
