@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshpar import guard, private, runtime
+from meshpar import guard, private, runtime, shortcut
 from meshpar.errors import SpecError, explain
 
 AXES = guard.OURS
@@ -175,6 +175,7 @@ def make_mesh(spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type
         SpecError: the spec is wrong or does not fit the world; on all ranks, before any group is made.
     """
     guard.install()
+    shortcut.install(AXES)
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
     resolved = MeshSpec.parse(spec).resolve(runtime.world_size())

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
@@ -44,6 +45,25 @@ def set_dtensor_handler(op: Any, handler: Callable[..., Any]) -> None:
 def dtensor_handler(op: Any) -> Callable[..., Any] | None:
     """Give the handler that DTensor has for an aten op, if any."""
     return DTensor._op_dispatcher._custom_op_handlers.get(op)
+
+
+def piece_of(x: DTensor) -> torch.Tensor:
+    """Give the piece itself, for a handler below autograd (`to_local` makes a view, above it)."""
+    return x._local_tensor
+
+
+def like(x: DTensor, piece: torch.Tensor) -> DTensor:
+    """Make a DTensor that lies as x, for a handler below autograd (`from_local` works above it)."""
+    spec, held = x._spec, x._local_tensor
+    if piece.dtype != held.dtype or piece.stride() != held.stride():
+        order = sorted(range(piece.dim()), key=lambda d: (-piece.stride(d), d))
+        strides, step = [1] * piece.dim(), 1
+        for d in reversed(order):
+            strides[d] = step
+            step *= max(x.shape[d], 1)
+        meta = TensorMeta(x.shape, tuple(strides), piece.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(piece, spec, requires_grad=piece.requires_grad)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

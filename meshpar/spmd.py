@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from meshpar import pieces, private, record
+from meshpar import pieces, private, record, views
 from meshpar.errors import GatherError, GatherWarning, ShardingError, SpecError, explain
 from meshpar.mesh import is_ours
 
@@ -175,6 +175,22 @@ def same_numbers(*args: Any, **kwargs: Any) -> Any:
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that meets activations: by its rule, else by the gather."""
+    result = _call(func, args, kwargs)
+    if views.gives_views(func):
+        views.remember(func, args, kwargs, result)
+    elif args and views.is_linked(args[0]) and _may_write(func, args, kwargs):
+        views.after_write(args[0], _call)
+    return result
+
+
+def _may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call writes into its first argument: by its name, or by `inplace`, which may be positional."""
+    return (
+        _writes_in_place(func) or bool(kwargs.get("inplace")) or (isinstance(func, FunctionType) and True in args[1:])
+    )
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = RULES.get(func)
     if found is not None:
         if kwargs and not _ALIASES.keys().isdisjoint(kwargs) and not isinstance(func, FunctionType):

@@ -3,8 +3,8 @@
 from meshpar.rules import (
     adaptive,
     along,
-    class_loss,
     assign,
+    class_loss,
     conv,
     conv_transpose,
     extremes,
@@ -29,8 +29,8 @@ from meshpar.rules import (
 __all__ = [
     "adaptive",
     "along",
-    "class_loss",
     "assign",
+    "class_loss",
     "conv",
     "conv_transpose",
     "extremes",

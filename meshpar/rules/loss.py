@@ -201,7 +201,7 @@ def l1_loss(
     reduction = reduction_of(reduction, size_average, reduce)
     weight = _dropped_weight() if weight is None else weight
     if not any(isinstance(x, DTensor) for x in (input, target, weight)):
-        return F.l1_loss(input, target, reduction=reduction, weight=weight)
+        return F.l1_loss(input, target, reduction=reduction, weight=weight)  # type: ignore[call-arg]
     check(_hollow_weighted, (input, target, weight), F.l1_loss, reduction, ())
     elements = _quiet(F.l1_loss)
     return _with_weight(F.l1_loss, elements, (input, target, weight), reduction, by_weight=True)

@@ -42,7 +42,9 @@ def num_ranks(mesh: str) -> int:
     return n
 
 
-def real(*shape: int, salt: int = 0, low: float = -1.5, high: float = 1.5, dtype: torch.dtype = torch.float64) -> Tensor:
+def real(
+    *shape: int, salt: int = 0, low: float = -1.5, high: float = 1.5, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Draw numbers that are the same on every rank."""
     generator = torch.Generator().manual_seed(77 + salt)
     return torch.empty(shape, dtype=torch.float64).uniform_(low, high, generator=generator).to(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,19 +25,10 @@ DOMAINS = {
     (0.1, 0.9): "logit",
     (1.1, 3.0): "acosh arccosh",
 }
-BINARY = """
-    add sub mul div maximum minimum subtract multiply divide true_divide remainder fmod float_power atan2 arctan2 fmax
-    fmin hypot copysign logaddexp logaddexp2 eq ne lt le gt ge not_equal less less_equal greater greater_equal
-    logical_and logical_or logical_xor floor_divide nextafter rsub xlogy xlog1py heaviside ldexp isclose pow
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __pow__ __rtruediv__ __rdiv__ __div__ __floordiv__
-    __rfloordiv__ __mod__ __rmod__ __rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-""".split()
-POSITIVE_BINARY = "pow __pow__ __rpow__ float_power xlogy xlog1py remainder fmod __mod__ __rmod__".split()
-INTEGERS = """
-    bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm __and__ __or__ __xor__
-    __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__
-""".split()
-NUMBERS_ONLY = "ldexp xlog1py".split()  # a number in place of the second operand is not taken everywhere
+BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "subtract", "multiply", "divide", "true_divide", "remainder", "fmod", "float_power", "atan2", "arctan2", "fmax", "fmin", "hypot", "copysign", "logaddexp", "logaddexp2", "eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_xor", "floor_divide", "nextafter", "rsub", "xlogy", "xlog1py", "heaviside", "ldexp", "isclose", "pow", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__pow__", "__rtruediv__", "__rdiv__", "__div__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__rpow__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"]
+POSITIVE_BINARY = ["pow", "__pow__", "__rpow__", "float_power", "xlogy", "xlog1py", "remainder", "fmod", "__mod__", "__rmod__"]
+INTEGERS = ["bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm", "__and__", "__or__", "__xor__", "__rand__", "__ror__", "__rxor__", "__invert__", "__lshift__", "__rshift__"]
+NUMBERS_ONLY = ["ldexp", "xlog1py"]  # a number in place of the second operand is not taken everywhere
 NOT_DIFFERENTIABLE = ("nextafter", "heaviside", "floor_divide", "__floordiv__", "__rfloordiv__")
 SPECIAL: dict[str, list[tuple[Any, ...]]] = {
     "polygamma": [(2,)],
@@ -120,7 +110,6 @@ def special_case(label: str, f: Any, name: str, given: tuple[Any, ...]) -> Itera
         yield Case(label, fn, (x,), keeps=True, quiet=True)
         return
 
-
     def fn(*xs: Any) -> Any:
         out = f(*xs, *rest)
         if name == "empty_like":
@@ -177,9 +166,7 @@ def operand_cases(mesh: str, names: tuple[str, ...]) -> Iterator[Case]:
         yield Case(f"{name} empty", f, (x[:0], x[:0]), keeps=True)
 
 
-NO_NUMBERS = """
-    maximum minimum fmax fmin logaddexp logaddexp2 hypot atan2 arctan2 logical_and logical_or logical_xor isclose
-""".split()
+NO_NUMBERS = ["maximum", "minimum", "fmax", "fmin", "logaddexp", "logaddexp2", "hypot", "atan2", "arctan2", "logical_and", "logical_or", "logical_xor", "isclose"]
 
 
 def _operands(mesh: str) -> Iterator[Case]:
@@ -209,7 +196,7 @@ def test_operands_of_every_function(mesh: str) -> None:
 
 def _in_place(mesh: str) -> Iterator[Case]:
     """Write into an activation made from the input, use it before and after, through every in-place name."""
-    numbers = "add sub mul div pow remainder fmod floor_divide".split()
+    numbers = ["add", "sub", "mul", "div", "pow", "remainder", "fmod", "floor_divide"]
     for name in IN_PLACE:
         plain = name.strip("_").removeprefix("i") if name.startswith("__i") else name.rstrip("_")
         plain = {"truediv": "div", "mod": "remainder", "floordiv": "floor_divide"}.get(plain, plain)
@@ -259,9 +246,7 @@ def _in_place(mesh: str) -> Iterator[Case]:
 
 
 # Not differentiable, or in torch not where they write in place.
-UNSMOOTH = """
-    asinh acosh atanh arcsinh arccosh arctanh floor_divide eq ne lt le gt ge not_equal less less_equal greater greater_equal nextafter heaviside
-""".split()
+UNSMOOTH = ["asinh", "acosh", "atanh", "arcsinh", "arccosh", "arctanh", "floor_divide", "eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal", "nextafter", "heaviside"]
 
 
 @pytest.mark.parametrize("mesh", ["data=2,domain=2"])
@@ -278,7 +263,7 @@ def test_in_place_on_every_mesh(mesh: str) -> None:
 def _activations_in_place(mesh: str) -> Iterator[Case]:
     """`inplace=True` by name and by position, and `out=`."""
     x = real(B, C, H, W)
-    for name in "relu relu6 silu mish selu hardswish hardsigmoid".split():
+    for name in ["relu", "relu6", "silu", "mish", "selu", "hardswish", "hardsigmoid"]:
         f = getattr(F, name)
         for label, call in (("named", lambda h, f=f: f(h, inplace=True)), ("third", lambda h, f=f: f(h, True))):
 
@@ -341,7 +326,9 @@ def _types(mesh: str) -> Iterator[Case]:
             if {a, b} == {"half", "complex"}:
                 continue  # torch itself has no arithmetic for half a complex number
             one, weight = v[0, 0, 0, 0], v[:1, :, :1, :1]
-            yield Case(f"{a} {b}", all_of, (u, v, one), (None, None, ""), weights=(weight,), keeps=True, gradients=False)
+            yield Case(
+                f"{a} {b}", all_of, (u, v, one), (None, None, ""), weights=(weight,), keeps=True, gradients=False
+            )
         yield Case(f"{a} numbers", with_numbers, (u,), keeps=True, quiet=True, gradients=False)
 
 
@@ -362,7 +349,9 @@ def _others(mesh: str) -> Iterator[Case]:
     yield Case("where mask of rows", lambda m, x: torch.where(m, x, -x), (row > 0, x), ("_ _ domain _", None))
     yield Case("where plain mask", lambda x, m: torch.where(m, x, 2.0), (x,), weights=(mask,), keeps=True)
     yield Case("masked_fill rows", lambda x, m: x.masked_fill(m, float("-inf")), (x,), weights=(row > 0,), keeps=True)
-    yield Case("masked_fill 0-d", lambda x, m, v: x.masked_fill(m, v), (x, mask, x[0, 0, 0, 0]), (None, None, ""), keeps=True)
+    yield Case(
+        "masked_fill 0-d", lambda x, m, v: x.masked_fill(m, v), (x, mask, x[0, 0, 0, 0]), (None, None, ""), keeps=True
+    )
     yield Case("lerp rows", torch.lerp, (x, y, row), (None, None, "_ _ domain _"), keeps=True)
     yield Case("lerp weights", torch.lerp, (x,), weights=(y, row), keeps=True)
     yield Case("addcmul", lambda x, a, b: torch.addcmul(x, a, b, value=0.5), (x, y), weights=(row,), keeps=True)
@@ -375,24 +364,61 @@ def _others(mesh: str) -> Iterator[Case]:
     yield Case("nan_to_num", lambda x: torch.nan_to_num(x / 0, nan=1.0, posinf=2.0), (x,), keeps=True, quiet=True)
     yield Case("complex", lambda z: (z.real, z.imag, z.abs(), z.angle(), z.conj() * z, torch.real(z)), (z,), keeps=True)
     yield Case("real of real", lambda x: x.real * 2, (x,), keeps=True, quiet=True)
-    yield Case("operators", lambda x, y: (-x, abs(x), x**2, x**y.abs(), 2**x, 1 / x, x % 1, +x), (x, y), keeps=True)
+    yield Case("operators", lambda x, y: (-x, abs(x), x**2, x ** y.abs(), 2**x, 1 / x, x % 1, +x), (x, y), keeps=True)
     yield Case("chain", lambda x, y: (x < y) & ~(x > 0) | (y == x), (x, y), keeps=True, quiet=True)
     yield Case("keyword input", lambda x: torch.exp(input=x) + torch.relu(input=x), (x,), keeps=True, quiet=True)
-    yield Case("keyword other", lambda x, y: torch.mul(x, other=y) + torch.sub(input=x, other=y), (x, y), keeps=True, quiet=True)
-    yield Case("copies", lambda x: (x.clone(), x.contiguous(), x.to(torch.float32), x.float().double()), (x,), keeps=True, quiet=True)
+    yield Case(
+        "keyword other",
+        lambda x, y: torch.mul(x, other=y) + torch.sub(input=x, other=y),
+        (x, y),
+        keeps=True,
+        quiet=True,
+    )
+    yield Case(
+        "copies",
+        lambda x: (x.clone(), x.contiguous(), x.to(torch.float32), x.float().double()),
+        (x,),
+        keeps=True,
+        quiet=True,
+    )
     yield Case("channels_last", lambda x: x.to(memory_format=torch.channels_last) * 2, (x,), keeps=True, quiet=True)
-    yield Case("new", lambda x: (x.new_zeros(x.shape), x.new_full(x.shape, 2.5), x.new_ones(*x.shape)), (x,), keeps=True, quiet=True)
-    yield Case("new rows", lambda x: (x.new_zeros(B, 7, H, 2), x.new_zeros(size=(B, 1, H, W), dtype=torch.float32)), (x,), keeps=True)
+    yield Case(
+        "new",
+        lambda x: (x.new_zeros(x.shape), x.new_full(x.shape, 2.5), x.new_ones(*x.shape)),
+        (x,),
+        keeps=True,
+        quiet=True,
+    )
+    yield Case(
+        "new rows",
+        lambda x: (x.new_zeros(B, 7, H, 2), x.new_zeros(size=(B, 1, H, W), dtype=torch.float32)),
+        (x,),
+        keeps=True,
+    )
     yield Case("new other", lambda x: (x.new_zeros(9), x.new_tensor([1.0, 2.0]), x.new_full((), fill_value=3.0)), (x,))
-    yield Case("likes", lambda x: (torch.zeros_like(x), torch.full_like(x, 2, dtype=torch.int64)), (x,), keeps=True, quiet=True)
+    yield Case(
+        "likes", lambda x: (torch.zeros_like(x), torch.full_like(x, 2, dtype=torch.int64)), (x,), keeps=True, quiet=True
+    )
     for n in (1, C):
         yield Case(f"prelu {n}", F.prelu, (x,), weights=(real(n, salt=3),), keeps=True)
         yield Case(f"prelu activation {n}", torch.prelu, (x, real(n, salt=3)), (None, "_"), keeps=True)
     yield Case("prelu infinite", F.prelu, (x / torch.zeros(1).double(),), weights=(real(C, salt=3),), keeps=True)
     yield Case("prelu rows", F.prelu, (real(B, C),), weights=(real(C, salt=3),), keeps=True)
-    yield Case("copy_", lambda x, y, w: (x * 1).copy_(y) + (x * 1).copy_(w) + (x * 2).fill_(w[0, 0, 0, 0]), (x, y), weights=(row,), keeps=True)
+    yield Case(
+        "copy_",
+        lambda x, y, w: (x * 1).copy_(y) + (x * 1).copy_(w) + (x * 2).fill_(w[0, 0, 0, 0]),
+        (x, y),
+        weights=(row,),
+        keeps=True,
+    )
     for h in (1, 2, 5, 9):
-        yield Case(f"uneven {h}", lambda x, y: torch.tanh(x) * y + x / (y.abs() + 1), (real(2, 2, h, 3), real(2, 2, h, 3)), keeps=True, quiet=True)
+        yield Case(
+            f"uneven {h}",
+            lambda x, y: torch.tanh(x) * y + x / (y.abs() + 1),
+            (real(2, 2, h, 3), real(2, 2, h, 3)),
+            keeps=True,
+            quiet=True,
+        )
 
 
 @pytest.mark.parametrize("mesh", ["data=2,domain=2", "data=1,domain=3"])

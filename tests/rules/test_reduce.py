@@ -107,7 +107,9 @@ def _extremes(mesh: str) -> Iterator[Case]:
     yield Case("argmax keepdim", lambda x: (x.argmax(keepdim=True), torch.argmax(x, dim=-2, keepdim=True)), (x,))
     yield Case("used", lambda x: x - x.amax((1, 2, 3), keepdim=True) + x.max() * x.min(2, keepdim=True)[0], (x,))
     out = (torch.zeros(3, 2, 4).double(), torch.zeros(3, 2, 4).long())
-    yield Case("out", lambda x, a, b: tuple(torch.max(x.detach(), 2, out=(a.clone(), b.clone()))), (x, *out), gradients=False)
+    yield Case(
+        "out", lambda x, a, b: tuple(torch.max(x.detach(), 2, out=(a.clone(), b.clone()))), (x, *out), gradients=False
+    )
 
 
 @pytest.mark.parametrize("mesh", ["data=2,domain=2", "data=1,domain=4"])
@@ -238,7 +240,9 @@ def drawn_cases(draw: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], bool,
     dims = tuple(draw(st.sets(st.integers(0, num_dims - 1), min_size=1)))
     places = draw(st.permutations(range(num_dims)))
     tokens = ["_"] * num_dims
-    for axis, place in zip(draw(st.sampled_from([("domain", "data"), ("domain",), ("data", "domain")])), places, strict=False):
+    for axis, place in zip(
+        draw(st.sampled_from([("domain", "data"), ("domain",), ("data", "domain")])), places, strict=False
+    ):
         tokens[place] = axis
     return draw(st.sampled_from(sorted(OPS))), shape, dims, draw(st.booleans()), " ".join(tokens)
 

@@ -1,0 +1,173 @@
+"""Views: what torch lets share memory stays in step here, where it may be a copy on another rank.
+
+In torch, a write into `x[:, :, :2]` reaches x, and a write into x reaches the slice. Here the slice of a sharded dim is
+fetched, a copy; and even where it shares memory, autograd does not know of it. So a view remembers what it is a view
+of, weakly, and after a write into one of the two the other is brought in step.
+
+Invariant: after an in-place function on an activation, every view that torch would have changed has changed, with its
+gradient, or an error was raised. Tensors that nobody holds any more are left alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshpar.errors import ShardingError, explain
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_VIEW, _VIEWS = "_meshpar_view", "_meshpar_views"
+
+RESHAPES = frozenset(
+    ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "detach", "contiguous"]
+)
+PERMUTES = frozenset(["permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"])
+INDEXES = frozenset(["__getitem__", "narrow", "select"])
+OTHERS = frozenset(["split", "chunk", "tensor_split", "unbind", "expand", "expand_as", "broadcast_to", "split_with_sizes", "diagonal"])
+_NAMES = RESHAPES | PERMUTES | INDEXES | OTHERS
+
+
+@dataclass(frozen=True)
+class View:
+    """Tell how a tensor was made: `func(base, *args, **kwargs)`, of which it is the `part`-th tensor.
+
+    Args:
+        base: weak reference to what it is a view of.
+        func: torch function.
+        args: its arguments after the first.
+        kwargs: its keyword arguments.
+        part: position among the tensors that it gave, None where it gave one.
+    """
+
+    base: weakref.ref[DTensor]
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    part: int | None
+
+
+def gives_views(func: Callable[..., Any]) -> bool:
+    """Tell whether torch lets the result of a function share memory with its first argument."""
+    return getattr(func, "__name__", "") in _NAMES
+
+
+def remember(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Note that `result` came out of a function that gives views."""
+    base = args[0] if args else None
+    name = getattr(func, "__name__", "")
+    if not isinstance(base, DTensor) or torch.compiler.is_compiling():
+        return
+    if name == "__getitem__" and not _is_basic(args[1]):
+        return  # torch copies here too
+    if name == "contiguous" and base.is_contiguous():
+        return
+    parts = [(None, result)] if isinstance(result, Tensor) else list(enumerate(result))
+    for part, x in parts:
+        if isinstance(x, DTensor) and x is not base:
+            setattr(x, _VIEW, View(weakref.ref(base), func, args[1:], kwargs, part))
+            held = [ref for ref in base.__dict__.get(_VIEWS, ()) if ref() is not None]
+            setattr(base, _VIEWS, [*held, weakref.ref(x)])
+
+
+def _is_basic(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(item is None or item is Ellipsis or isinstance(item, int | slice) for item in items)
+
+
+def is_linked(x: Any) -> bool:
+    """Tell whether a tensor is a view, or has views."""
+    return isinstance(x, DTensor) and (_VIEW in x.__dict__ or _VIEWS in x.__dict__)
+
+
+def after_write(target: DTensor, call: Call, skip: DTensor | None = None) -> None:
+    """Bring in step what shares memory in torch with a tensor that was written into.
+
+    Args:
+        target: the tensor written into.
+        call: runs a torch function under the rules.
+        skip: the tensor from which the write came.
+
+    Communication:
+        That of the assignment or of the view that is made again; none where nothing else is held.
+
+    Raises:
+        ShardingError: a write into a view of a kind that cannot be carried back to a tensor that is still held.
+    """
+    view: View | None = target.__dict__.get(_VIEW)
+    base = view.base() if view is not None else None
+    if view is not None and base is not None and base is not skip and _differ(base, target):
+        _write_back(base, view, target, call)
+        after_write(base, call, skip=target)
+    for x in _views_of(target):
+        if x is not skip and _differ(x, target):
+            made: View = x.__dict__[_VIEW]
+            again = call(made.func, (target, *made.args), made.kwargs)
+            _copy(x, again if made.part is None else again[made.part], call)
+            after_write(x, call, skip=target)
+
+
+def _views_of(x: DTensor) -> Iterator[DTensor]:
+    for ref in list(x.__dict__.get(_VIEWS, ())):
+        found = ref()
+        if found is not None:
+            yield found
+
+
+def _differ(a: DTensor, b: DTensor) -> bool:
+    """Tell whether a write into one is not in the other already: other memory, or a gradient to be kept."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return True
+    places = [x.detach().to_local().untyped_storage().data_ptr() for x in (a, b)]
+    return places[0] != places[1] or 0 in places
+
+
+def _copy(into: DTensor, value: Tensor, call: Call) -> None:
+    call(torch.Tensor.copy_, (into, value), {})
+
+
+def _write_back(base: DTensor, view: View, value: DTensor, call: Call) -> None:
+    name = getattr(view.func, "__name__", "")
+    if name in RESHAPES and name != "detach":
+        _copy(base, call(torch.Tensor.reshape, (value, tuple(base.shape)), {}), call)
+    elif name in PERMUTES:
+        order = _order(view, base.dim())
+        _copy(base, call(torch.Tensor.permute, (value, tuple(order.index(d) for d in range(base.dim()))), {}), call)
+    elif name in INDEXES:
+        call(torch.Tensor.__setitem__, (base, _index(view), value), {})
+    else:
+        raise ShardingError(
+            explain(
+                f"{name}: a write into its result cannot be carried back.",
+                got=f"a view {tuple(value.shape)} of a tensor {tuple(base.shape)} that is still in use",
+                needs="a write into a slice, or into a tensor that is not a view",
+                fix="write x[...] = value, or use the form that returns a new tensor: y = y * 2",
+            )
+        )
+
+
+def _order(view: View, num_dims: int) -> list[int]:
+    """Give the dims of the base in the order in which a permuting function puts them."""
+    probe = torch.empty([d + 2 for d in range(num_dims)], device="meta")
+    return [n - 2 for n in view.func(probe, *view.args, **view.kwargs).shape]
+
+
+def _index(view: View) -> Any:
+    name = getattr(view.func, "__name__", "")
+    if name == "__getitem__":
+        return view.args[0]
+    names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
+    given = {**dict(zip(names, view.args, strict=False)), **view.kwargs}
+    base = view.base()
+    assert base is not None
+    dim = given["dim"] % base.dim()
+    if name == "select":
+        return (*[slice(None)] * dim, given["index"])
+    start = int(given["start"]) % max(base.shape[dim], 1) if given["start"] != base.shape[dim] else given["start"]
+    return (*[slice(None)] * dim, slice(start, start + given["length"]))
