@@ -6,19 +6,21 @@ tensor that all ranks hold whole; `gather` gives plain tensors back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from meshpar import pieces, private, record
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
-from meshpar.mesh import axis_group, axis_size, coordinate
+from meshpar.mesh import axis_group, axis_size, coordinate, is_ours
+from meshpar.private import pytree
 
 Tree = TypeVar("Tree")
 Layout = str | Mapping[str, Any] | Sequence[Any] | None
@@ -67,19 +69,55 @@ def _layout_text(layout: object, got: str, num_dims: int, mesh: DeviceMesh) -> s
     )
 
 
+def map_tensors(apply: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply a function to the tensors of a tree, those in dataclasses too; all else stays as it is.
+
+    Raises:
+        SpecError: an object that holds tensors where no one can see them: they would stay as they are, silently.
+    """
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return apply(x)
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            twin = copy.copy(x)
+            for item in dataclasses.fields(x):
+                if hasattr(x, item.name):
+                    object.__setattr__(twin, item.name, map_tensors(apply, getattr(x, item.name)))
+            return twin
+        hidden = [] if isinstance(x, type | nn.Module) else _tensors_inside(x)
+        if hidden:
+            raise SpecError(
+                explain(
+                    "batch: tensors inside of an object that cannot be taken apart.",
+                    got=f"a {type(x).__name__} that holds {hidden[:5]}",
+                    needs="tensors, or dicts, lists, tuples and dataclasses of them",
+                    fix="give its tensors one by one, or make it a dataclass or register it with torch.utils.pytree",
+                )
+            )
+        return x
+
+    return pytree.tree_map(leaf, tree)
+
+
+def _tensors_inside(x: object) -> list[str]:
+    if isinstance(x, set | frozenset):
+        return ["a tensor"] if any(isinstance(item, Tensor) for item in x) else []
+    named = getattr(x, "__dict__", {})
+    return [name for name, value in named.items() if isinstance(value, Tensor)] if isinstance(named, dict) else []
+
+
 def map_layouts(tree: Any, layout: Layout, apply: Any) -> Any:
     """Apply a function of (tensor, layout string or None) to the tensors of a tree; all else stays as it is."""
     if isinstance(tree, Tensor):
         return apply(tree, layout)
     if isinstance(layout, str) or layout is None:
-        return pytree.tree_map(lambda x: apply(x, layout) if isinstance(x, Tensor) else x, tree)
+        return map_tensors(lambda x: apply(x, layout), tree)
     if isinstance(tree, Mapping) and isinstance(layout, Mapping):
-        unknown = sorted(set(layout) - set(tree))
+        unknown = [key for key in layout if key not in tree]
         if unknown:
             raise SpecError(
-                explain(
-                    "layout: names nothing.", got=f"{unknown}", needs=f"keys out of {sorted(tree)}", fix="drop them"
-                )
+                explain("layout: names nothing.", got=f"{unknown}", needs=f"keys out of {list(tree)}", fix="drop them")
             )
         pairs = {key: map_layouts(value, layout.get(key), apply) for key, value in tree.items()}
         return pairs if type(tree) is dict else type(tree)(pairs)  # type: ignore[call-arg]
@@ -124,6 +162,8 @@ def shard_batch(tree: Tree, mesh: DeviceMesh, layout: Layout = None, *, rows: st
             explain("shard_batch: unknown rows.", got=repr(rows), needs='"full" or "local"', fix="rows='full'")
         )
 
+    _check_mesh("shard_batch", mesh)
+
     def enter(x: Tensor, text: str | None) -> Tensor:
         if isinstance(x, DTensor):
             return x
@@ -142,6 +182,18 @@ def shard_batch(tree: Tree, mesh: DeviceMesh, layout: Layout = None, *, rows: st
         return pieces.whole(x, mesh, start, shape).redistribute(placements=placements)
 
     return map_layouts(tree, layout, enter)  # type: ignore[no-any-return]
+
+
+def _check_mesh(verb: str, mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh) or not is_ours(mesh):
+        raise SpecError(
+            explain(
+                f"{verb}: not a mesh of make_mesh.",
+                got=f"a {type(mesh).__name__}",
+                needs="a DeviceMesh with the axes data, domain, tensor",
+                fix='mesh = meshpar.make_mesh("data=2,domain=2"), or meshpar.mesh_of(model)',
+            )
+        )
 
 
 def _is_given(axis: str, rows: str) -> bool:
@@ -186,6 +238,16 @@ def shard(x: Tensor, mesh: DeviceMesh, layout: str | None = None) -> DTensor:
         mesh: mesh of `make_mesh`.
         layout: layout string; see `default_layout`.
     """
+    _check_mesh("shard", mesh)
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        raise SpecError(
+            explain(
+                "shard: not a plain tensor.",
+                got=f"a {type(x).__name__}",
+                needs="a tensor that every rank holds whole",
+                fix="gather(x) first where it is sharded already; shard_batch for trees of tensors",
+            )
+        )
     placements = placements_of(layout, mesh, x.dim())
     return pieces.whole(pieces.cut(x.detach(), mesh, placements), mesh, placements, x.shape)
 
@@ -196,4 +258,4 @@ def gather(tree: Tree) -> Tree:
     Communication:
         An all-gather of each sharded tensor; the backward cuts the gradient.
     """
-    return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)  # type: ignore[no-any-return]
+    return map_tensors(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)  # type: ignore[no-any-return]

@@ -7,8 +7,10 @@ ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from meshpar import private
 from meshpar.errors import SpecError, explain
-from meshpar.mesh import SUMMED
+from meshpar.mesh import SUMMED, is_ours
+from meshpar.spmd import is_on
 
 BUCKET_BYTES = 64 * 2**20
 """Size of the messages by which initial values travel."""
@@ -168,24 +171,89 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
 
     Communication:
         None here. Each unit all-gathers its parameters before its forward and backward, and reduce-scatters their
-        gradients after its backward.
+        gradients after its backward. 0-d parameters, and those whose dtype is not the one most of their unit has, stay
+        whole on every rank; an all-reduce sums their gradients.
     """
     summed = private.flatten(mesh, ("data", "domain"), SUMMED)
     chosen = units(module, shard_modules)
     if summed.size() == 1 or next(module.parameters(), None) is None:
         return
+    left = _replicate_odd(module, chosen, summed)
     for unit in [*chosen, module]:
-        fully_shard(unit, mesh=summed)
+        # The root, too, frees its parameters after the forward: were they still there, `torch.autograd.grad` of them
+        # would give this rank's parts without a word. So it is an error ("not used in the graph").
+        fully_shard(unit, mesh=summed, ignored_params=left, reshard_after_forward=True)
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.set_gradient_divide_factor(1.0)
             m.set_force_sum_reduction_for_comms(True)
-    module.register_load_state_dict_pre_hook(_shard_plain_values)
+        # On each module, so that a part of the model can be loaded alone.
+        m.register_load_state_dict_pre_hook(_shard_plain_values)
+
+
+def _replicate_odd(module: nn.Module, chosen: Sequence[nn.Module], mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Keep whole on every rank what `fully_shard` refuses: 0-d parameters, and the lesser dtypes of a unit.
+
+    They become replicated DTensors, as the optimizer wants beside sharded ones, and are plain tensors under the mode.
+    """
+    odd: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    for unit in [*chosen, module]:
+        own = [p for p in unit.parameters() if id(p) not in seen]
+        seen.update(map(id, own))
+        sizes: Counter[torch.dtype] = Counter()
+        for p in own:
+            if p.dim():
+                sizes[p.dtype] += p.numel()
+        main = max(sizes, key=lambda d: sizes[d], default=None)
+        odd |= {id(p): p for p in own if not p.dim() or p.dtype != main}
+    twins: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(p) in odd:
+                if id(p) not in twins:
+                    value = DTensor.from_local(p.detach(), mesh, [Replicate()], run_check=False)
+                    twins[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+                    twins[id(p)].__dict__.update(p.__dict__)
+                setattr(owner, name, twins[id(p)])
+                owner.__class__ = _reading_plain(type(owner))  # type: ignore[arg-type]
+    return set(twins.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _reading_plain(cls: type[nn.Module]) -> type[nn.Module]:
+    """Make the class of a module whose replicated parameters are plain tensors for a forward."""
+    if cls.__dict__.get("_meshpar_plain"):
+        return cls
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        value = cls.__getattr__(self, name)
+        if isinstance(value, DTensor) and is_on() and name in self._parameters and not is_ours(value.device_mesh):
+            return _SummedGrad.apply(value) if all(p.is_replicate() for p in value.placements) else value
+        return value
+
+    names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}
+    return type(cls.__name__, (cls,), names)
+
+
+class _SummedGrad(torch.autograd.Function):
+    """Give a replicated parameter as a plain tensor; the parts of its gradient are added up."""
+
+    @staticmethod
+    def forward(ctx, w):  # type: ignore[no-untyped-def]
+        ctx.mesh = w.device_mesh
+        return w.to_local().detach()
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        total = g.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=ctx.mesh.get_group())
+        return DTensor.from_local(total, ctx.mesh, [Replicate()], run_check=False)
 
 
 def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Cut the plain values of a one-process state dict to the shards that the model holds."""
-    for name, p in module.named_parameters():
+    for name, p in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         if isinstance(p, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
             if value.shape != p.shape:

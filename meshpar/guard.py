@@ -43,7 +43,7 @@ WRONG_OUTSIDE = (
     torch.ops.aten.randn_like.default,
     torch.ops.aten.randint_like.default,
     torch.ops.aten.randint_like.low_dtype,
-    torch.ops.aten._local_scalar_dense.default,
+    private.ITEM,
 )
 """What DTensor does without an error and not right on sharded tensors; tests/sabotage/test_guard.py shows each."""
 

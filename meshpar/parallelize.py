@@ -90,8 +90,20 @@ def _check(model: object, data: str) -> None:
         raise SpecError(text)
 
 
+def _check_inputs(inputs: object) -> None:
+    if inputs is not None and not isinstance(inputs, str | Mapping | Sequence):
+        text = explain(
+            "parallelize: inputs cannot be used.",
+            got=f"a {type(inputs).__name__}",
+            needs="a layout string, a sequence of them, or a mapping by argument name",
+            fix='e.g. "data _ domain _"',
+        )
+        raise SpecError(text)
+
+
 def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., Any]:
     """Make the function that turns the arguments of a call into activations."""
+    _check_inputs(inputs)
     signature = inspect.signature(model.forward)
     names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -103,6 +115,16 @@ def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., 
                 got=f"inputs for {unknown}",
                 needs=f"names of arguments of forward: {names}",
                 fix="drop or rename them",
+            )
+            raise SpecError(text)
+    elif isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        many = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+        if len(inputs) > len(names) and not many:
+            text = explain(
+                "parallelize: more inputs than arguments.",
+                got=f"{len(inputs)} layouts",
+                needs=f"at most {len(names)}, for {names}",
+                fix="drop the last ones",
             )
             raise SpecError(text)
 
@@ -131,7 +153,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
     Raises:
         SpecError: the model did not come out of `parallelize`.
     """
-    state = state_of(model)
+    state = state_of(model) if isinstance(model, nn.Module) else None
     if state is None or state.policy.mesh is None:
         raise SpecError(
             explain("mesh_of: no mesh.", got=type(model).__name__, needs="a model of parallelize", fix="parallelize it")

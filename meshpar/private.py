@@ -19,6 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree
+
+pytree = _pytree
+"""Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""The aten op behind `item()` (the op has no public name)."""
 
 
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -56,14 +63,15 @@ def like(x: DTensor, piece: torch.Tensor) -> DTensor:
     """Make a DTensor that lies as x, for a handler below autograd (`from_local` works above it)."""
     spec, held = x._spec, x._local_tensor
     if piece.dtype != held.dtype or piece.stride() != held.stride():
-        order = sorted(range(piece.dim()), key=lambda d: (-piece.stride(d), d))
+        held_strides = piece.stride()
+        order = sorted(range(piece.dim()), key=lambda d: (-held_strides[d], d))
         strides, step = [1] * piece.dim(), 1
         for d in reversed(order):
             strides[d] = step
             step *= max(x.shape[d], 1)
         meta = TensorMeta(x.shape, tuple(strides), piece.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    return DTensor(piece, spec, requires_grad=piece.requires_grad)  # type: ignore[arg-type]
+    return DTensor(piece, spec, requires_grad=piece.requires_grad)
 
 
 @contextlib.contextmanager

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils import _pytree as pytree
 
 from meshpar import pieces, private, record, views
 from meshpar.errors import GatherError, GatherWarning, ShardingError, SpecError, explain
 from meshpar.mesh import is_ours
+from meshpar.private import pytree
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -185,9 +185,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call writes into its first argument: by its name, or by `inplace`, which may be positional."""
-    return (
-        _writes_in_place(func) or bool(kwargs.get("inplace")) or (isinstance(func, FunctionType) and True in args[1:])
-    )
+    named = _writes_in_place(func) or bool(kwargs.get("inplace"))
+    return named or (isinstance(func, FunctionType) and any(x is True for x in args[1:]))
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,8 +268,32 @@ def announce_gather(op: str, tensors: Iterable[DTensor], why: str) -> None:
     if frame is None:
         warnings.warn(text, GatherWarning, stacklevel=2)
         return
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, GatherWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if _action(text, frame) in ("default", "module", "once"):
+        # Python's own memory of call sites is lost whenever anybody touches the filters, as torch does now and then.
+        site = (file, line, where, op, tuple(warnings.filters))
+        if site in _SAID:
+            return
+        _SAID.add(site)
+    warnings.warn_explicit(text, GatherWarning, file, line)
+
+
+_SAID: set[tuple[Any, ...]] = set()
+"""Call sites of gathers that have been warned about."""
+
+
+def _action(text: str, frame: FrameType) -> str:
+    """Find what the filters say about a gather warning from a frame."""
+    module = frame.f_globals.get("__name__", "")
+    for action, message, category, modules, line in warnings.filters:
+        if (
+            issubclass(GatherWarning, category)
+            and (message is None or message.match(text))
+            and (modules is None or modules.match(module))
+            and line in (0, frame.f_lineno)
+        ):
+            return action
+    return "default"
 
 
 def _show(x: DTensor) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshpar import pieces
 from meshpar.errors import ShardingError, explain
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -26,11 +27,13 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _VIEW, _VIEWS = "_meshpar_view", "_meshpar_views"
 
 RESHAPES = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "detach", "contiguous"]
+    "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze ravel detach contiguous".split()  # noqa: SIM905
 )
 PERMUTES = frozenset(["permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"])
 INDEXES = frozenset(["__getitem__", "narrow", "select"])
-OTHERS = frozenset(["split", "chunk", "tensor_split", "unbind", "expand", "expand_as", "broadcast_to", "split_with_sizes", "diagonal"])
+OTHERS = frozenset(
+    ["split", "split_with_sizes", "chunk", "tensor_split", "unbind", "expand", "expand_as", "broadcast_to", "diagonal"]
+)
 _NAMES = RESHAPES | PERMUTES | INDEXES | OTHERS
 
 
@@ -124,7 +127,7 @@ def _differ(a: DTensor, b: DTensor) -> bool:
     """Tell whether a write into one is not in the other already: other memory, or a gradient to be kept."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return True
-    places = [x.detach().to_local().untyped_storage().data_ptr() for x in (a, b)]
+    places = [pieces.local(x).untyped_storage().data_ptr() for x in (a, b)]
     return places[0] != places[1] or 0 in places
 
 

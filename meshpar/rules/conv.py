@@ -142,7 +142,7 @@ def _padded_conv(
 def _pads(padding: str | Size, kernels: tuple[int, ...], dilations: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Give the padding of both sides of each dim; an odd row of "same" goes to the high side.
 
-    Source: `torch.nn.modules.conv._ConvNd.__init__`.
+    Source: the constructor of the convolution layers in `torch.nn.modules.conv`.
     """
     if padding == "valid":
         return ((0, 0),) * len(kernels)

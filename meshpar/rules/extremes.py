@@ -53,7 +53,7 @@ def extreme_over(
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, piece, parts, maximum, to_nan):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, piece, parts, maximum, to_nan):  # type: ignore[no-untyped-def]
         best = extreme_over(piece, parts.dims, parts.mesh, parts.axes, parts.op, maximum=maximum)
         same = piece == best
         if to_nan:
@@ -63,7 +63,7 @@ class _Extreme(torch.autograd.Function):
         return best
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         (same,) = ctx.saved_tensors
         dims, mesh, axes, label = ctx.request
         ties = all_reduced(same.sum(dim=dims, keepdim=True, dtype=torch.int64), mesh, axes, label)
@@ -82,7 +82,7 @@ register("amin", reduction("dim keepdim", lambda parts: shared_extreme(parts, ma
 
 def _aminmax(parts: Parts) -> Any:
     both = [shared_extreme(parts, maximum=maximum) for maximum in (False, True)]
-    return torch.return_types.aminmax(both)
+    return torch.return_types.aminmax((both[0], both[1]))
 
 
 register("aminmax", reduction("", _aminmax))
@@ -92,12 +92,12 @@ class _Chosen(torch.autograd.Function):
     """Put the value that won in place of this rank's own; its gradient goes to the rank that had it."""
 
     @staticmethod
-    def forward(ctx, own, value, mine):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, own, value, mine):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(mine)
         return value
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         return torch.where(ctx.saved_tensors[0], g, torch.zeros_like(g)), None, None
 
 
@@ -129,7 +129,7 @@ def _choose(parts: Parts, *, maximum: bool) -> tuple[Tensor, Tensor]:
 
 def _along(func: Callable[..., Any], *, maximum: bool) -> Callable[..., Any]:
     kind = torch.return_types.max if maximum else torch.return_types.min
-    return reduction("dim keepdim", lambda parts: kind(_choose(parts, maximum=maximum)))(func)  # type: ignore[arg-type]
+    return reduction("dim keepdim", lambda parts: kind(_choose(parts, maximum=maximum)))(func)
 
 
 def _whole(func: Callable[..., Any], *, maximum: bool) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def _max_rule(pairwise: Callable[..., Any], *, maximum: bool) -> Callable[[Calla
     def make(func: Callable[..., Any]) -> Callable[..., Any]:
         along, whole, op = _along(func, maximum=maximum), _whole(func, maximum=maximum), name_of(func)
 
-        def handler(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+        def handler(input: Any, *args: Any, **kwargs: Any) -> Any:
             other = args[0] if args else kwargs.get("other")
             if isinstance(other, Tensor):
                 named = {key: value for key, value in kwargs.items() if key != "other"}
@@ -167,13 +167,13 @@ def _where_rule(*, maximum: bool) -> Callable[[Callable[..., Any]], Callable[...
         op = name_of(func)
 
         def handler(
-            input: DTensor,  # noqa: A002 (torch's name)
+            input: DTensor,
             dim: int | None = None,
             keepdim: bool = False,  # noqa: FBT001, FBT002
             *,
             out: Any = None,
         ) -> Any:
-            x = settled(input.detach(), op)
+            x = settled(input, op)
             placements, shape, axes = reduced(x, dims_of(dim, x.dim()), keepdim)
             if not axes:
                 found = func(pieces.local(x), dim, keepdim)
@@ -194,7 +194,7 @@ def _position(x: DTensor, dims: Sequence[int], axes: Sequence[int], op: str, *, 
 
     The order of a piece's elements is that of their global places, so that the first of a piece is its least.
     """
-    mesh, piece = x.device_mesh, pieces.local(x)
+    mesh, piece = x.device_mesh, pieces.local(x).detach()
     whole = extreme_over(piece, dims, mesh, axes, op, maximum=maximum)
     hit = torch.where(whole.isnan(), piece.isnan(), piece == whole) if piece.is_floating_point() else piece == whole
     place = torch.zeros((), dtype=torch.int64, device=piece.device)

@@ -16,7 +16,7 @@ from meshpar.spmd import gather_call, rule
 
 
 @rule(F.linear)
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's name)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply the last dim by a weight.
 
     Args:
@@ -34,7 +34,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: features that do not fit, as torch does.
     """
     if not isinstance(input, DTensor) or input.dim() == 0:
-        return gather_call(F.linear, (input, weight, bias), {}, why="the weight is an activation, the input is not")
+        why = "the weight is an activation, the input is not"
+        return gather_call(F.linear, (input, weight, bias), {}, why=why)  # type: ignore[no-any-return]
     _check(input, weight, bias)
     x = settle(input, range(input.dim() - 1), "F.linear")
     mesh, placements = x.device_mesh, x.placements

@@ -70,7 +70,7 @@ def _two_signatures(sharded: Callable[[Parts], Any]) -> Callable[[Callable[..., 
         of_all = reduction("unbiased", sharded)(func)
         along = reduction("dim unbiased keepdim", sharded)(func)
 
-        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:
             return (of_all if args and isinstance(args[0], bool) else along)(input, *args, **kwargs)
 
         return handler
@@ -117,10 +117,10 @@ def _norm_rule(order: str, name: str, *, vector: bool) -> Callable[[Callable[...
     def make(func: Callable[..., Any]) -> Callable[..., Any]:
         as_vector = reduction(order, _norm(2.0, name))(func)
 
-        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(order.split(), args, strict=False)), **kwargs}
             kind, dim = given.get(name, "fro"), given.get("dim")
-            one_dim = isinstance(dim, int) or (dim is None and input.dim() == 1) or (dim is not None and len(dim) == 1)  # type: ignore[arg-type]
+            one_dim = isinstance(dim, int) or (dim is None and input.dim() == 1) or (dim is not None and len(dim) == 1)
             is_number = isinstance(kind, int | float)
             if kind in ("fro", None) or (is_number and (vector or one_dim)):
                 return as_vector(input, *args, **kwargs)
@@ -176,13 +176,13 @@ def _softmax_rule(names: str, *, log: bool, sign: int = 1) -> Callable[[Callable
     def make(func: Callable[..., Any]) -> Callable[..., Any]:
         op = name_of(func)
 
-        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:
             out = kwargs.pop("out", None)
             if out is not None:
                 return write_into(out, handler(input, *args, **kwargs), op)
             given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
             x = settled(input, op)
-            dim = given.get("dim")
+            dim: Any = given.get("dim")
             if dim is None and "_stacklevel" in names:
                 dim = 0 if x.dim() in (0, 1, 3) else 1
             axes = tuple(pieces.shard_axes(x, dim)) if x.dim() and dim in range(-x.dim(), x.dim()) else ()
@@ -193,7 +193,18 @@ def _softmax_rule(names: str, *, log: bool, sign: int = 1) -> Callable[[Callable
                 dtype = forecast(func, x, args, kwargs).dtype
                 asked = given.get("dtype")
                 piece = pieces.local(x) if asked is None else pieces.local(x).to(asked)
-                parts = Parts(piece * sign, dims, True, x.shape[dims[0]], x.device_mesh, axes, op, dtype, given)
+                n = x.shape[dims[0]]
+                parts = Parts(
+                    piece * sign,
+                    dims,
+                    keepdim=True,
+                    num=n,
+                    mesh=x.device_mesh,
+                    axes=axes,
+                    op=op,
+                    dtype=dtype,
+                    given=given,
+                )
                 result = softmax_over(parts, log=log)
             return pieces.whole(result, x.device_mesh, x.placements, x.shape)
 
@@ -213,7 +224,7 @@ class _Product(torch.autograd.Function):
     """Multiply over ranks; the gradient of a factor is the product of the others, also where one is zero."""
 
     @staticmethod
-    def forward(ctx, part, parts):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, part, parts):  # type: ignore[no-untyped-def]
         whole, others = part, torch.ones_like(part)
         for axis in parts.axes:
             factors = pieces.all_gather_parts(whole, parts.mesh, axis, parts.op)
@@ -224,7 +235,7 @@ class _Product(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         return g * ctx.saved_tensors[0].conj(), None
 
 
@@ -233,7 +244,7 @@ def _prod(parts: Parts) -> Tensor:
     part = parts.piece.to(wide(parts.dtype))
     for d in reversed(parts.dims):
         part = part.prod(dim=d, keepdim=parts.keepdim)
-    return _Product.apply(part, parts).to(parts.dtype)
+    return _Product.apply(part, parts).to(parts.dtype)  # type: ignore[no-any-return]
 
 
 register("prod", reduction("dim keepdim", _prod))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from meshpar import pieces
 from meshpar.errors import ShardingError, explain
+from meshpar.private import pytree
 from meshpar.spmd import RULES, call, functions, gather_call, layout_after, name_of, rule
 
 ELEMENTWISE = """
@@ -46,19 +46,18 @@ ways), but on a mesh of three axes it searches 0.1 to 0.8 s for every new shape,
 """
 
 IN_PLACE = (
-    *"__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__".split(),
-    *"__iand__ __ior__ __ixor__ __ilshift__ __irshift__ zero_ fill_".split(),
+    *["__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__"],
+    *["__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "zero_", "fill_"],
     *(f"{name}_" for name in ELEMENTWISE.split() if not name.startswith("__") and functions(f"{name}_")),
 )
 """Write what the function without the underscore gives."""
 
 
-def broadcast_placements(
-    operands: Sequence[Tensor], shape: Sequence[int]
-) -> tuple[DeviceMesh, list[Placement]]:
+def broadcast_placements(operands: Sequence[Tensor], shape: Sequence[int]) -> tuple[DeviceMesh, list[Placement]]:
     """Choose where the output of broadcast operands lies, axis by axis: sharded wherever an operand is.
 
-    The largest operand decides, the first of equal ones; one that is spread out along the dim only where no other is sharded there.
+    The largest operand decides, the first of equal ones; one that broadcasts along the dim only where no other is
+    sharded there.
     """
     activations = [x for x in operands if isinstance(x, DTensor)]
     mesh = activations[0].device_mesh
@@ -79,9 +78,7 @@ def broadcast_placements(
     return mesh, placements
 
 
-def align(
-    x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], op: str
-) -> Tensor:
+def align(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], op: str) -> Tensor:
     """Give the local piece of an operand of a broadcast whose output has `shape` and lies in `placements`."""
     own: list[Placement] = []
     grad: list[Placement] = []
@@ -275,12 +272,14 @@ _WHERE = _handler(torch.where)
 
 
 @rule(*functions("prelu"))
-def prelu(input: Any, weight: Tensor) -> Any:  # noqa: A002 (torch's name)
+def prelu(input: Any, weight: Tensor) -> Any:
     """Scale what is negative by one weight, or by one a channel."""
     torch.prelu(*(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (input, weight)))  # torch's errors
     if input.dim() > 1 and weight.dim() == 1:
         sizes = [-1] + [1] * (input.dim() - 2)
-        weight = call(torch.Tensor.reshape, (weight, sizes), {}) if isinstance(weight, DTensor) else weight.reshape(sizes)
+        weight = (
+            call(torch.Tensor.reshape, (weight, sizes), {}) if isinstance(weight, DTensor) else weight.reshape(sizes)
+        )
     return map_pieces(_scaled_negatives, (input, weight), {})
 
 
@@ -310,6 +309,11 @@ for _property in ("real", "imag"):
     rule(_function)(keep_shape(_function))
 
 
+def _constant(x: DTensor) -> Tensor:
+    with torch.no_grad():
+        return x.to_local()
+
+
 def _new(func: Callable[..., Any]) -> Callable[..., Any]:
     """Make the handler of `new_zeros` and its kin: a dim that has the size of a sharded dim of x is sharded too."""
 
@@ -320,7 +324,7 @@ def _new(func: Callable[..., Any]) -> Callable[..., Any]:
         named = {key: value for key, value in kwargs.items() if key != "size"}
         rest = (kwargs["fill_value"],) if "fill_value" in kwargs else args[1:] if func is torch.Tensor.new_full else ()
         named.pop("fill_value", None)
-        return pieces.whole(func(pieces.local(x.detach()), size, *rest, **named), x.device_mesh, placements, ghost.shape)
+        return pieces.whole(func(_constant(x), size, *rest, **named), x.device_mesh, placements, ghost.shape)
 
     return handler
 
@@ -332,5 +336,5 @@ for _function in functions("new_zeros", "new_ones", "new_empty", "new_full"):
 @rule(torch.Tensor.new_tensor)
 def new_tensor(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     """Make a tensor of given numbers: the same on every rank."""
-    made = x.detach().to_local().new_tensor(*args, **kwargs)
+    made = _constant(x).new_tensor(*args, **kwargs)
     return pieces.whole(made, x.device_mesh, pieces.replicated(x.device_mesh), made.shape)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces, record
 from meshpar.mesh import axis_group, coordinate
@@ -64,8 +64,10 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 def first_ranks_generator(generator: torch.Generator | None, device: torch.device, op: str) -> Iterator[None]:
     """Let every rank draw from the generator of rank 0; the generators of the others are put back afterwards."""
     if generator is None:
-        cuda = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        generator = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
     own = generator.get_state()
     # Generator states live on the CPU; a backend without CPU tensors needs them on its own device.
     shared = own.clone() if "gloo" in dist.get_backend() else own.to(torch.device("cuda", torch.cuda.current_device()))
@@ -84,7 +86,7 @@ def _like(func: Callable[..., Any]) -> Callable[..., Any]:
     """Make the handler of `randn_like` and its kin: the numbers that one process would draw, cut."""
 
     def handler(x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        whole = torch.empty(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=pieces.local(x.detach()).device)
+        whole = torch.empty(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=x.device)
         numbers = draw(func, (whole, *args), kwargs, x.device_mesh)
         return pieces.whole(pieces.cut(numbers, x.device_mesh, x.placements), x.device_mesh, x.placements, x.shape)
 
@@ -108,9 +110,10 @@ def _fill(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-for _function in functions(
-    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"
-) + _INITIALISERS:
+for _function in (
+    functions("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+    + _INITIALISERS
+):
     rule(_function)(_fill(_function))
 
 
@@ -176,13 +179,13 @@ def _dropout(func: Callable[..., Any]) -> Callable[..., Any]:
     plain = getattr(torch.nn.functional, short.rstrip("_"), None) or getattr(torch, short.rstrip("_"))
     names = ("p", "training", "inplace")
 
-    def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+    def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:
         if "train" in kwargs:  # the name in the functions of torch, which have no inplace
             kwargs["training"] = kwargs.pop("train")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         training, p = bool(given.get("training", True)), float(given.get("p", 0.5))
         inplace = bool(given.get("inplace", False)) or short.endswith("_")
-        plain(torch.empty([1] * input.dim()), p, False)  # torch's errors
+        plain(torch.empty([1] * input.dim()), p, False)  # noqa: FBT003 (torch's errors)
         if not training or p == 0.0:
             return input
         x = settled(input, op)
@@ -190,13 +193,13 @@ def _dropout(func: Callable[..., Any]) -> Callable[..., Any]:
         if _masks_channels(short):
             # One number for each channel of each sample: all ranks that hold rows of it must draw the same.
             num = _num_masked(short, x.dim())
-            shared = [p if p.is_shard() and p.dim < num else Replicate() for p in placements]
+            shared = [q if isinstance(q, Shard) and q.dim < num else Replicate() for q in placements]
             seed = piece_seed(x.device_mesh, shared, op)
         else:
             seed = piece_seed(x.device_mesh, placements, op)
         piece = pieces.local(x)
         with seeded(piece.device, seed):
-            out = plain(piece, p, True)
+            out = plain(piece, p, True)  # noqa: FBT003
         result = pieces.whole(out, x.device_mesh, placements, x.shape)
         return write_into(input, result, op) if inplace else result
 
@@ -204,14 +207,14 @@ def _dropout(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _function in functions(
-    *"dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split(),
-    *"dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_".split(),
+    *["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"],
+    *["dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_"],
 ):
     rule(_function)(_dropout(_function))
 
 
 @rule(*functions("bernoulli"))
-def bernoulli(input: DTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:  # noqa: A002
+def bernoulli(input: DTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
     """Draw zeros and ones, other ones for every piece."""
     x = settled(input, "bernoulli")
     piece = pieces.local(x)
@@ -225,7 +228,7 @@ def _rrelu(func: Callable[..., Any]) -> Callable[..., Any]:
     op = name_of(func)
     names = ("lower", "upper", "training", "inplace")
 
-    def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+    def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         inplace = given.pop("inplace", False) or func is torch.rrelu_
         x = settled(input, op)

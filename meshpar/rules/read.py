@@ -43,10 +43,7 @@ def _full(x: DTensor, op: str) -> Tensor:
     return pieces.local(x)
 
 
-_ONE_NUMBER = tuple(
-    getattr(torch.Tensor, name)
-    for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "is_nonzero")
-) + (torch.is_nonzero,)
+_ONE_NUMBER = functions("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "is_nonzero")
 _MANY_NUMBERS = (torch.Tensor.tolist, torch.Tensor.__contains__)
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 
@@ -102,7 +99,7 @@ def _reversed(x: DTensor) -> Any:
 
 
 @rule(*functions("equal"))
-def equal(input: Tensor, other: Tensor) -> bool:  # noqa: A002 (torch's name)
+def equal(input: Tensor, other: Tensor) -> bool:
     """Compare shape and numbers on all ranks, without a gather."""
     if input.shape != other.shape:
         return False
@@ -110,7 +107,7 @@ def equal(input: Tensor, other: Tensor) -> bool:  # noqa: A002 (torch's name)
 
 
 @rule(*functions("allclose"))
-def allclose(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: A002 (torch's name)
+def allclose(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Compare numbers on all ranks, without a gather."""
     close = call(torch.isclose, (input, other, *args), kwargs)
     return bool(_full(call(torch.all, (close,), {}), "torch.allclose"))

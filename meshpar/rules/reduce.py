@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Parts:
 
     def spread(self, x: Tensor) -> Tensor:
         """Let the ranks do different things with a tensor that is the same on all: its gradients are added up."""
-        return _Spread.apply(x, self.mesh, self.axes, record.here(self.op))
+        return _Spread.apply(x, self.mesh, self.axes, record.here(self.op))  # type: ignore[no-any-return]
 
     def squeezed(self, x: Tensor) -> Tensor:
         """Drop the reduced dims of a tensor that still has them, unless they are to stay."""
@@ -68,12 +69,12 @@ class Parts:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh, axes, label):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def forward(ctx, x, mesh, axes, label):  # type: ignore[no-untyped-def]
         ctx.request = mesh, axes, label
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
         mesh, axes, label = ctx.request
         return all_reduced(g, mesh, axes, label), None, None, None
 
@@ -122,14 +123,9 @@ def reduced(x: DTensor, dims: Sequence[int], keepdim: bool) -> tuple[list[Placem
             if x.device_mesh.size(axis) > 1:
                 axes.append(axis)
         else:
-            lost = 0 if keepdim else sum_(d < placement.dim for d in dims)
+            lost = 0 if keepdim else len([d for d in dims if d < placement.dim])
             placements.append(Shard(placement.dim - lost))
     return placements, shape, tuple(axes)
-
-
-def sum_(flags: Any) -> int:
-    """Count; the name `sum` is torch's here."""
-    return len([flag for flag in flags if flag])
 
 
 def settled(x: DTensor, op: str) -> DTensor:
@@ -139,21 +135,27 @@ def settled(x: DTensor, op: str) -> DTensor:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_forecast(
-    func: Callable[..., Any], shape: torch.Size, dtype: torch.dtype, text: str, args: Any, kwargs: Any
+    func: Callable[..., Any], sizes: tuple[int, ...], dtype: torch.dtype, text: str, args: Any, kwargs: Any
 ) -> Any:
-    return func(torch.empty(shape, dtype=dtype, device="meta"), *args, **dict(kwargs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the one number that is in there
+        return func(torch.ones(sizes, dtype=dtype, device="cpu"), *args, **dict(kwargs))
 
 
 def forecast(func: Callable[..., Any], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function on a tensor without data: what comes out has shape and dtype, or torch's own error is raised."""
+    """Run a function on a tensor of one element: what comes out has the right dtype, or torch's own error is raised.
+
+    A meta tensor would not do: torch looks at many dtypes only where there is data.
+    """
 
     def fixed(value: Any) -> Any:
         return tuple(value) if isinstance(value, list | torch.Size) else value
 
     plain_args = tuple(fixed(value) for value in args)
     plain_kwargs = tuple((key, fixed(value)) for key, value in kwargs.items())
+    sizes = tuple(min(n, 1) for n in x.shape)
     # The text tells 1 from True and 1.0, which are equal and hash alike.
-    return _cached_forecast(func, x.shape, x.dtype, repr((plain_args, plain_kwargs)), plain_args, plain_kwargs)
+    return _cached_forecast(func, sizes, x.dtype, repr((plain_args, plain_kwargs)), plain_args, plain_kwargs)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -180,7 +182,7 @@ def reduction(
     def make(func: Callable[..., Any]) -> Callable[..., Any]:
         op = name_of(func)
 
-        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002 (torch's name)
+        def handler(input: DTensor, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("out") is not None:
                 out = kwargs.pop("out")
                 return write_into(out, handler(input, *args, **kwargs), op)
@@ -201,7 +203,7 @@ def reduction(
             if isinstance(result, Tensor):
                 return pieces.whole(result, x.device_mesh, placements, shape)
             parts = [pieces.whole(part, x.device_mesh, placements, shape) for part in result]
-            return type(result)(parts) if type(result) is not tuple else tuple(parts)
+            return tuple(parts) if type(result) is tuple else type(result)(parts)
 
         return handler
 
@@ -230,7 +232,8 @@ def _nansum(parts: Parts) -> Tensor:
 
 def _mean(parts: Parts) -> Tensor:
     """Average: the global sum over the global count."""
-    return (_added(parts, torch.sum, parts.dtype) / parts.num).to(parts.dtype)
+    total = _added(parts, torch.sum, parts.dtype)
+    return (total / parts.num).to(parts.dtype)
 
 
 def _nanmean(parts: Parts) -> Tensor:
@@ -238,7 +241,7 @@ def _nanmean(parts: Parts) -> Tensor:
     added = torch.nansum(parts.piece, dim=parts.dims, keepdim=parts.keepdim, dtype=wide(parts.dtype))
     count = (~parts.piece.isnan()).sum(dim=parts.dims, keepdim=parts.keepdim).to(added.dtype)
     total, num = parts.sum(torch.stack([added, count]))
-    return (total / num).to(parts.dtype)
+    return (total / num).to(parts.dtype)  # type: ignore[no-any-return]
 
 
 def _counted(parts: Parts, hits: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
-        return _Total.apply(g, ctx.plan, True), None, None  # type: ignore[no-untyped-call]  # noqa: FBT003
+        return _Total.apply(g, ctx.plan, True), None, None  # noqa: FBT003
 
 
 def total(x: Tensor, plan: Statistics) -> Tensor:
@@ -222,7 +222,7 @@ def total(x: Tensor, plan: Statistics) -> Tensor:
     Communication:
         One all-reduce forward and one backward.
     """
-    return _Total.apply(x, plan, False)  # type: ignore[no-any-return, no-untyped-call]  # noqa: FBT003
+    return _Total.apply(x, plan, False)  # type: ignore[no-any-return]  # noqa: FBT003
 
 
 def composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Statistics) -> Tensor:
@@ -355,4 +355,4 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Stati
     Communication:
         One all-gather forward (2 values for each pair of moments), one all-reduce backward (as many).
     """
-    return _Normalise.apply(x, weight, bias, plan)  # type: ignore[no-any-return, no-untyped-call]
+    return _Normalise.apply(x, weight, bias, plan)  # type: ignore[no-any-return]

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from meshpar import pieces
 from meshpar.batch import shard
+from meshpar.private import pytree
 from meshpar.record import Record, record
 from meshpar.spmd import spmd
 

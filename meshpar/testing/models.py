@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from meshpar.batch import Layout, map_layouts, shard
 from meshpar.data import own_tensors
 from meshpar.mesh import MeshSpec
 from meshpar.parallelize import parallelize
+from meshpar.private import pytree
 from meshpar.record import record
 from meshpar.rewrite import rewrite
 from meshpar.spmd import Policy
@@ -89,9 +89,9 @@ def _compare(
     mesh: str | DeviceMesh,
     layouts: Sequence[Layout] | None,
     tolerance: float,
-    gathers: bool,
+    gathers: bool,  # noqa: FBT001
     dtype: torch.dtype,
-    shard_parameters: bool,
+    shard_parameters: bool,  # noqa: FBT001
     options: dict[str, Any],
 ) -> Report:
     the_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_for(mesh)

@@ -318,3 +318,37 @@ def test_batch_statistics_may_stay_within_a_data_rank():
     for error, buffers in run_ranks(data_local_statistics, 4):
         assert error < 1e-12
         assert buffers < 1e-12
+
+
+def gradients_asked_for() -> str:
+    model = meshpar.parallelize(nets.UNet(), mesh_for("data=2"))
+    with meshpar.spmd():
+        loss = model(torch.randn(1, 2, 8, 8)).square().mean()
+    try:
+        torch.autograd.grad(loss, list(model.parameters()))
+    except RuntimeError as error:
+        return str(error)
+    return "silence"
+
+
+def test_autograd_grad_of_sharded_parameters_is_an_error_not_a_part():
+    for said in run_ranks(gradients_asked_for, 2):
+        assert "not have been used in the graph" in said
+
+
+def synced_batch_norm() -> float:
+    mesh = mesh_for("data=2,domain=2")
+    torch.manual_seed(0)
+    net = nets.BatchNormNet().double()
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nets.BatchNormNet().double())
+    synced.load_state_dict(net.state_dict())
+    model = meshpar.parallelize(synced, mesh)
+    x = torch.randn(4, 2, 11, 9, dtype=torch.float64)
+    own = x.chunk(2)[meshpar.coordinate(mesh, "data")]
+    error = float((meshpar.gather(model(own)) - net(x)).abs().max().detach())
+    return max(error, float((model.norm.running_var - net.norm.running_var).abs().max()))
+
+
+def test_sync_batch_norm_is_batch_norm_of_the_whole_batch_on_the_cpu_too():
+    """FIELD 27."""
+    assert max(run_ranks(synced_batch_norm, 4)) < 1e-12

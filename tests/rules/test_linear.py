@@ -32,13 +32,22 @@ def _cases(mesh: str) -> Iterator[Case]:
         x = real(*shape)
         yield Case(layout, F.linear, (x,), (layout,), (w, b), keeps=True)
         yield Case(f"{layout} no bias", F.linear, (x,), (layout,), (w,), keeps=True, quiet=True)
-        yield Case(f"{layout} named", lambda x, w, b: F.linear(input=x, weight=w, bias=b), (x,), (layout,), (w, b), keeps=True)
+        yield Case(
+            f"{layout} named", lambda x, w, b: F.linear(input=x, weight=w, bias=b), (x,), (layout,), (w, b), keeps=True
+        )
         yield Case(f"{layout} one feature", F.linear, (x,), (layout,), (w[0],))
         replicated = " ".join("_" for _ in "ab")
         yield Case(f"{layout} activation weight", F.linear, (x, w, b), (layout, replicated, "_"), keeps=True)
     yield Case("empty batch", F.linear, (real(0, 5, 6),), ("data domain _",), (w, b), keeps=True)
     x = real(2, 5, 6)
-    yield Case("chain", lambda x, w, v: F.linear(F.relu(F.linear(x, w)), v), (x,), ("data domain _",), (w, w.T.clone()), keeps=True)
+    yield Case(
+        "chain",
+        lambda x, w, v: F.linear(F.relu(F.linear(x, w)), v),
+        (x,),
+        ("data domain _",),
+        (w, w.T.clone()),
+        keeps=True,
+    )
 
 
 @pytest.mark.parametrize("mesh", ["data=2,domain=2", "data=1,domain=3"])
@@ -81,7 +90,12 @@ def _errors() -> None:
     mesh = mesh_for("data=1,domain=2")
     x = shard(real(3, 5, 6), mesh, "data domain _")
     with record() as log, spmd(on_gather="error"):
-        for args in ((torch.ones(7, 5),), (torch.ones(7, 6), torch.ones(6)), (torch.ones(2, 7, 6),), (torch.ones(7, 6),)):
+        for args in (
+            (torch.ones(7, 5),),
+            (torch.ones(7, 6), torch.ones(6)),
+            (torch.ones(2, 7, 6),),
+            (torch.ones(7, 6),),
+        ):
             with pytest.raises(RuntimeError):
                 F.linear(x, *args)  # the last has another dtype
     assert log.entries == []

@@ -20,7 +20,6 @@ from meshpar.rewrite import rewrite
 from meshpar.spmd import spmd
 from meshpar.testing import mesh_for, run_ranks
 
-
 MESHES = ("data=2,domain=2", "data=1,domain=4", "data=1,domain=2,tensor=2")
 
 
@@ -90,7 +89,7 @@ def test_factories_give_the_numbers_of_rank_0() -> None:
 def _like_activations() -> None:
     mesh = mesh_for("data=2,domain=2")
     full = real(2, 3, 5, 4)
-    fills = "normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ bernoulli_".split()
+    fills = ["normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"]
     args = {"geometric_": (0.3,), "bernoulli_": (0.4,)}
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "rand_like": torch.rand_like,

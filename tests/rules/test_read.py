@@ -126,7 +126,13 @@ def _iteration(mesh: str) -> Iterator[Case]:
 
     yield Case("iterate", columns, (real(3, 2, 5, 4),), ("_ _ domain _",))
     yield Case("unpack", lambda x: [2 * part for part in x], (real(3, 2, 5, 4),), ("_ _ domain _",))
-    yield Case("weights", lambda x, w: sum((a * b for a, b in zip(x, w, strict=True)), 0.0), (real(3, 5, 4),), ("_ domain _",), (real(3),))
+    yield Case(
+        "weights",
+        lambda x, w: sum((a * b for a, b in zip(x, w, strict=True)), 0.0),
+        (real(3, 5, 4),),
+        ("_ domain _",),
+        (real(3),),
+    )
     yield Case("sharded", columns, (real(3, 2, 5, 4),), ("domain _ _ _",), gathers=True)
     yield Case("reversed", lambda x: torch.stack(list(reversed(x))), (real(3, 2, 5),), ("_ _ domain",))
 

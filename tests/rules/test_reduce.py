@@ -20,7 +20,6 @@ from meshpar.spmd import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 DIMS: tuple[Any, ...] = (None, 0, 1, 2, -2, -1, (0, 2), (1, 3), (-1, -2), (0, 1, 2, 3), ())
-ONE_DIM = [d for d in DIMS if isinstance(d, int)]
 
 
 def _forms(name: str, dims: Any, **more: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -67,7 +66,7 @@ def _sums(mesh: str) -> Iterator[Case]:
     yield Case("square", lambda x: ((x - x.mean(2, keepdim=True)) ** 2).sum(), (x,))
 
 
-@pytest.mark.parametrize("mesh", ["data=2,domain=2", "data=1,domain=4"])
+@pytest.mark.parametrize("mesh", ["data=2,domain=2"])
 def test_sums(mesh: str) -> None:
     run(_sums, mesh, at_least=200)
 
@@ -78,8 +77,8 @@ def test_sums_on_every_mesh(mesh: str) -> None:
     run(_sums, mesh, at_least=200)
 
 
-def _extremes(mesh: str) -> Iterator[Case]:
-    for height in (5, 1, 9):
+def _extremes_of(heights: tuple[int, ...], dims: Any) -> Iterator[Case]:
+    for height in heights:
         distinct = torch.randperm(3 * 2 * height * 4, generator=torch.Generator().manual_seed(3)).double()
         ties = whole(3, 2, height, 4, high=3).double()
         holes = torch.where(ties == 0, torch.full_like(ties, float("nan")), ties)
@@ -87,14 +86,27 @@ def _extremes(mesh: str) -> Iterator[Case]:
         inputs = {"distinct": distinct.view(3, 2, height, 4), "ties": ties, "nan": holes, "-inf": low, "inf": -low}
         for kind, x in inputs.items():
             for name in ("amax", "amin"):
-                for label, fn in _forms(name, DIMS):
+                for label, fn in _forms(name, dims):
                     yield Case(f"{label} {kind} H={height}", fn, (x,))
             for name in ("max", "min"):
-                for label, fn in _forms(name, [None, *ONE_DIM]):
+                for label, fn in _forms(name, [None, *(d for d in dims if isinstance(d, int))]):
                     yield Case(f"{label} {kind} H={height}", fn, (x,))
             for name in ("argmax", "argmin"):
-                for label, fn in _forms(name, [None, *ONE_DIM]):
+                for label, fn in _forms(name, [None, *(d for d in dims if isinstance(d, int))]):
                     yield Case(f"{label} {kind} H={height}", fn, (x,), gradients=False)
+
+
+def _extremes(mesh: str) -> Iterator[Case]:
+    yield from _extremes_of((5, 1), (None, 0, -2, (0, 2), (1, 3)))
+    yield from _other_extremes()
+
+
+def _all_extremes(mesh: str) -> Iterator[Case]:
+    yield from _extremes_of((5, 1, 9), DIMS)
+    yield from _other_extremes()
+
+
+def _other_extremes() -> Iterator[Case]:
     x, n = real(3, 2, 5, 4), whole(3, 2, 5, 4)
     yield Case("pairs", lambda x, y: (torch.max(x, y), x.min(y), torch.max(x, other=y)), (x, -x))
     yield Case("pair weight", lambda x, w: (torch.max(x, w), torch.min(w, x)), (x,), weights=(x[:1, :, :, :1],))
@@ -112,15 +124,15 @@ def _extremes(mesh: str) -> Iterator[Case]:
     )
 
 
-@pytest.mark.parametrize("mesh", ["data=2,domain=2", "data=1,domain=4"])
+@pytest.mark.parametrize("mesh", ["data=2,domain=2"])
 def test_extremes(mesh: str) -> None:
-    run(_extremes, mesh, at_least=500)
+    run(_extremes, mesh, at_least=300)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [*MESHES, TENSOR])
 def test_extremes_on_every_mesh(mesh: str) -> None:
-    run(_extremes, mesh, at_least=500)
+    run(_all_extremes, mesh, at_least=1000)
 
 
 def _two_axes(mesh: str) -> Iterator[Case]:
@@ -198,7 +210,7 @@ def _refusals() -> None:
         (IndexError, lambda: x.max(7)),
         (IndexError, lambda: x.argmax(7)),
         (TypeError, lambda: x.sum(2, dtipe=torch.float32)),
-        (RuntimeError, lambda: x[:, :, :0].amax(2)),
+        (IndexError, lambda: x[:, :, :0].amax(2)),
         (IndexError, lambda: x[:, :, :0].argmax(2)),
     ]
     with record() as log, spmd(on_gather="error"):

@@ -1,0 +1,199 @@
+"""What users bring that is not in the textbook: odd parameters, odd arguments, odd ways to load a state."""
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshpar
+from meshpar.testing import RankError, assert_equivalent, mesh_for, run_ranks
+
+
+class Scaled(nn.Module):
+    """A learnable 0-d scale, used twice, one of a list, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.gains = nn.ParameterList([torch.tensor(0.5), torch.ones(2, 1, 1)])
+        self.fixed = nn.Parameter(torch.tensor(3.0), requires_grad=False)
+        self.unused = nn.Parameter(torch.tensor(3.0))
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x) * self.scale * self.gains[1] + self.scale.exp() * self.gains[0] * self.fixed
+        for block in self.blocks:
+            y = block(y)
+        return y
+
+
+class Block(nn.Module):
+    """A residual branch with a 0-d gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 1)
+        self.gate = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * self.conv(x)
+
+
+class MixedDtypes(nn.Module):
+    """Parameters of four dtypes in one unit, an empty one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(2, 4, 3, padding=1).double()
+        self.narrow = nn.Conv2d(4, 1, 1)
+        self.phase = nn.Parameter(torch.polar(torch.ones(6), torch.arange(6.0)))
+        self.steps = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.narrow(self.wide(x).float())
+        return (y * self.phase).abs() * self.steps[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Tensors and something else."""
+
+    image: torch.Tensor
+    name: str
+    more: Any = None
+
+
+class Hidden:
+    """Tensors that nobody can see."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class OnBatch(nn.Module):
+    """Take and return a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, batch: Any) -> Any:
+        x = batch.image if isinstance(batch, Batch) else batch.x
+        return Batch(self.conv(x), "out", [x])
+
+
+def test_scalar_parameters():
+    assert_equivalent(Scaled, [torch.randn(2, 2, 5, 6)], "data=2,domain=2")
+
+
+def steps(spec: str, make, dtype: torch.dtype) -> None:
+    """Three steps of torch's own clipping and optimizer, and a state loaded back, against one process."""
+    mesh = mesh_for(spec)
+    torch.manual_seed(0)
+    net = make()
+    model, reference = meshpar.parallelize(net, mesh), copy.deepcopy(net)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    index, num = meshpar.coordinate(mesh, "data"), meshpar.axis_size(mesh, "data")
+    x = torch.randn(4, 2, 5, 6, dtype=dtype)
+    own = slice(index * 4 // num, (index + 1) * 4 // num)
+    for _ in range(3):
+        with meshpar.spmd():
+            loss = model(x[own]).pow(2).mean()
+        expected = reference(x).pow(2).mean()
+        for value, m, optimizer in zip((loss, expected), (model, reference), optimizers, strict=True):
+            value.backward()
+            real = [p for p in m.parameters() if p.grad is not None and not p.grad.is_complex()]
+            torch.nn.utils.clip_grad_norm_(real, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(meshpar.gather(loss), expected)
+    ours, theirs = meshpar.gather(model.state_dict()), reference.state_dict()
+    assert list(ours) == list(theirs)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value)
+    model.load_state_dict(net.state_dict())
+    torch.testing.assert_close(meshpar.gather(model(x[own])), net(x))
+
+
+def test_scalar_parameters_train_and_load():
+    run_ranks(functools.partial(steps, make=functools.partial(made, Scaled), dtype=torch.float64), 4, "data=2,domain=2")
+
+
+def made(cls: type[nn.Module]) -> nn.Module:
+    return cls().double()
+
+
+def test_parameters_of_mixed_dtypes_train_and_load():
+    run_ranks(functools.partial(steps, make=MixedDtypes, dtype=torch.float64), 4, "data=2,domain=2")
+
+
+def dataclasses_in_and_out(spec: str) -> None:
+    mesh = mesh_for(spec)
+    model = meshpar.parallelize(OnBatch(), mesh)
+    x = torch.arange(240.0).view(4, 2, 5, 6)
+    index = meshpar.coordinate(mesh, "data")
+    found = model(Batch(x[2 * index : 2 * index + 2], "in"))
+    whole = meshpar.gather(found)
+    assert isinstance(whole, Batch)
+    assert type(whole.image) is torch.Tensor
+    assert torch.equal(whole.more[0], x)
+    full = meshpar.gather(model.state_dict())
+    torch.testing.assert_close(whole.image, F.conv2d(x, full["conv.weight"], full["conv.bias"], padding=1))
+
+
+def test_dataclasses_are_cut_and_gathered():
+    run_ranks(dataclasses_in_and_out, 4, "data=2,domain=2")
+
+
+def hidden_tensors(spec: str) -> None:
+    meshpar.parallelize(OnBatch(), mesh_for(spec))(Hidden(torch.zeros(1, 2, 5, 6)))
+
+
+def test_tensors_hidden_in_an_object_are_refused_on_all_ranks():
+    with pytest.raises(RankError, match=r"failed on 2 ranks(.|\n)*holds \['x'\]"):
+        run_ranks(hidden_tensors, 2, "data=2")
+
+
+def part_loaded(spec: str) -> None:
+    model = meshpar.parallelize(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)), mesh_for(spec))
+    values = {"weight": torch.full((2, 2, 1, 1), 7.0), "bias": torch.arange(2.0)}
+    model[1].load_state_dict(values)
+    found = meshpar.gather(model[1].state_dict())
+    assert all(torch.equal(found[key], value) for key, value in values.items())
+
+
+def test_a_part_of_the_model_takes_plain_values():
+    run_ranks(part_loaded, 2, "data=2")
+
+
+def wrong_arguments(spec: str) -> list[str]:
+    mesh = mesh_for(spec)
+    x = torch.zeros(2, 2, 5, 6)
+    calls = (
+        lambda: meshpar.shard_batch(x, None),
+        lambda: meshpar.shard_batch(x, "data=2"),
+        lambda: meshpar.shard_batch({1: x, "a": x}, mesh, {2: "_"}),
+        lambda: meshpar.shard("x", mesh),
+        lambda: meshpar.shard(meshpar.shard(x, mesh), mesh),
+        lambda: meshpar.mesh_of(3),
+        lambda: meshpar.parallelize(nn.ReLU(), mesh, inputs=3),
+        lambda: meshpar.parallelize(nn.ReLU(), mesh, inputs=["data _", "data _"]),
+    )
+    told = []
+    for call in calls:
+        with pytest.raises(meshpar.SpecError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_wrong_arguments_are_told():
+    for text in run_ranks(wrong_arguments, 2, "data=2")[0]:
+        assert all(word in text for word in ("got:", "needs:", "fix:"))

@@ -1,0 +1,262 @@
+"""What has no rule: gathered, right in outputs and gradients, put back in its layout, recorded, and said once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rule_cases import MESHES, TENSOR, Case, check_all, num_ranks, real, run, whole
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshpar.batch import shard
+from meshpar.errors import GatherError, GatherWarning, ShardingError
+from meshpar.mesh import SUMMED, make_mesh
+from meshpar.record import record
+from meshpar.rewrite import rewrite
+from meshpar.spmd import Policy, spmd
+from meshpar.testing import assert_same, mesh_for, run_ranks
+
+
+def _cases(mesh: str) -> Iterator[Case]:
+    x, square = real(2, 3, 5, 4), real(2, 3, 5, 5) + 4 * torch.eye(5).double()
+    w = real(4, 6, salt=3)
+    index = whole(2, 3, 5, 4, high=5)
+    cases = {
+        "rfft2": (torch.fft.rfft2, x),
+        "fft along": (lambda x: torch.fft.fft(x, dim=1).abs(), x),
+        "det": (torch.linalg.det, square),
+        "inverse": (torch.linalg.inv, square),
+        "sort": (lambda x: torch.sort(x, 2), x),
+        "median": (lambda x: torch.median(x, 2), x),
+        "gram": (lambda x: x @ x.transpose(-1, -2), x),
+        "cdist": (lambda x: torch.cdist(x, x + 1), x),
+        "cumsum": (lambda x: x.cumsum(-2), x),
+        "trapezoid": (lambda x: torch.trapezoid(x, dim=2), x),
+        "kron": (lambda x: torch.kron(x[0, 0], x[0, 0]), x),
+    }
+    for name, (fn, given) in cases.items():
+        yield Case(name, fn, (given,), gathers=True, tolerance=1e-9)
+    yield Case("weights", lambda x, w: x @ w, (x,), weights=(w,), gathers=True)
+    yield Case("weight first", lambda x, w: w @ x, (x,), weights=(real(6, 5),), gathers=True)
+    yield Case("einsum", lambda x, w: torch.einsum("bchw,wk->bkhc", x, w), (x,), weights=(w,), gathers=True)
+    yield Case("two activations", lambda x, y: torch.einsum("bchw,bchv->bwv", x, y), (x, x + 1), gathers=True)
+    yield Case("scatter", lambda x, v: x.scatter(2, index, v), (x,), weights=(real(2, 3, 5, 4, salt=2),), gathers=True)
+    yield Case("scatter_", lambda x: ((x * 1).scatter_(2, index, 0.5), x * 2), (x,), gathers=True, keeps=True)
+    yield Case("cumsum_", lambda x: _twice_used(x * 1), (x,), gathers=True, keeps=True)
+
+    def out(x: Tensor) -> Any:
+        values, indices = x.new_zeros(x.shape), torch.zeros_like(x, dtype=torch.int64)
+        single = torch.zeros_like(x)
+        with torch.no_grad():
+            torch.cumsum(x, 2, out=single)
+            torch.sort(x, 2, out=(values, indices))
+        return single, values, indices
+
+    yield Case("out", out, (x,), gathers=True, keeps=True, gradients=False)
+
+
+def _twice_used(h: Tensor) -> Any:
+    before = h * 3
+    h.cumsum_(2)
+    return before, h, h.sin()
+
+
+@pytest.mark.parametrize("mesh", ["data=2,domain=2", TENSOR])
+def test_right_and_back_in_layout(mesh: str) -> None:
+    run(_cases, mesh, at_least=15)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_every_mesh(mesh: str) -> None:
+    run(_cases, mesh, at_least=15)
+
+
+def test_nothing_is_gathered_on_one_rank() -> None:
+    (answer,) = run_ranks(check_all, 1, _quiet, "data=1")
+    assert answer[1] == []
+
+
+def _quiet(mesh: str) -> Iterator[Case]:
+    x = real(2, 3, 5, 4)
+    for name, fn in {"sort": lambda x: torch.sort(x, 2), "gram": lambda x: x @ x.mT, "fft": torch.fft.rfft2}.items():
+        yield Case(name, fn, (x,), quiet=True)  # on_gather="error" is in force
+
+
+def _layouts() -> None:
+    mesh = mesh_for("data=2,domain=2")
+    x = shard(real(2, 3, 5, 4), mesh)
+    with record() as log, spmd(on_gather="allow"):
+        same = torch.sort(x, 2)
+        assert isinstance(same, torch.return_types.sort)
+        assert same.values.placements == same.indices.placements == x.placements
+        spectrum = torch.fft.rfft2(x)  # (2, 3, 5, 3): rows are as many as before
+        assert spectrum.placements == x.placements
+        assert spectrum.shape == (2, 3, 5, 3)
+        gone = torch.linalg.det(real(2, 3, 5, 5) + shard(real(2, 3, 5, 5), mesh))  # (2, 3): no rows left
+        assert gone.placements == (x.placements[0], Replicate(), Replicate())
+        assert not bool(torch.linalg.det(x[:, :, :4]).isnan().any())
+    gathers = [e for e in log.gathers() if "sort" in e.op]
+    assert [e.axis for e in gathers] == ["data", "domain"]
+    piece = x.to_local().numel() * 8
+    assert gathers[0].num_bytes >= piece  # a ring over two ranks sends each piece once, then what it has by then
+    assert all(e.note for e in log.gathers())
+
+
+def test_layouts_types_and_bytes() -> None:
+    run_ranks(_layouts, 4)
+
+
+def _said(found: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in found if issubclass(w.category, GatherWarning)]
+
+
+class _Spectral(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.fft.rfft2(x).abs()
+        for _ in range(3):
+            y = y + torch.sort(y, 2).values
+        return y
+
+
+def _warnings() -> None:
+    mesh = mesh_for("data=1,domain=2")
+    x = shard(real(2, 3, 5, 4), mesh)
+    with warnings.catch_warnings(record=True) as found, spmd():
+        warnings.simplefilter("default")
+        for _ in range(3):
+            torch.linalg.svdvals(x)
+        torch.linalg.svdvals(x)
+    texts = _said(found)
+    assert len(texts) == 2, len(texts)  # two call sites, one of them in a loop
+    assert found[0].filename == __file__
+    assert "linalg.svdvals" in texts[0]
+    assert f"{x.numel() * 8} bytes" in texts[0]
+    assert "(2, 3, 5, 4) in" in texts[0]
+    assert "domain: S(2)" in texts[0]
+
+    model = rewrite(nn.Sequential(nn.Identity(), _Spectral()))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        model(x)
+        model(x)
+    texts = _said(found)
+    assert len(texts) == 2
+    assert all(text.startswith("1: ") for text in texts)  # the path of the module
+    assert "rfft2" in texts[0]
+    assert "sort" in texts[1]
+
+    with warnings.catch_warnings(record=True) as found, spmd(on_gather="allow"):
+        warnings.simplefilter("always")
+        torch.linalg.svdvals(x)
+    assert _said(found) == []
+
+
+def test_warned_once_for_each_call_site() -> None:
+    run_ranks(_warnings, 2)
+
+
+def _errors() -> None:
+    mesh = mesh_for("data=1,domain=2")
+    x = shard(real(2, 3, 5, 4), mesh)
+    model = rewrite(nn.Sequential(_Spectral()), policy=Policy(on_gather="error", mesh=mesh))
+    index = whole(2, 3, 5, 4)
+    with record() as log:
+        with spmd(on_gather="error"):
+            for fn in (lambda: torch.sort(x, 2), lambda: x @ x.mT, lambda: x.scatter_(2, index, 1.0)):
+                with pytest.raises(GatherError, match="gathers its inputs"):
+                    fn()
+        with pytest.raises(GatherError, match=r"^0: "):
+            model(x)
+    assert log.entries == [], log.entries
+    with spmd(on_gather="allow"):
+        with pytest.raises(ShardingError, match="plain tensor"):
+            torch.zeros(2, 3, 5, 4, dtype=torch.float64).scatter_(2, index, x)
+        with pytest.raises(ShardingError, match="plain tensor"):
+            torch.cumsum(x, 2, out=torch.zeros(2, 3, 5, 4, dtype=torch.float64))
+        with pytest.raises(RuntimeError):
+            x @ torch.ones(7, 7, dtype=torch.float64)
+
+
+def test_error_is_raised_before_any_communication() -> None:
+    run_ranks(_errors, 2)
+
+
+def _other_meshes() -> None:
+    mesh = mesh_for("data=2,domain=2")
+    linear = nn.Linear(4, 4).double()
+    for parameter in linear.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    plain_weight = linear.weight.detach().clone().requires_grad_()
+    fully_shard(linear, mesh=mesh[SUMMED])
+    weight = linear.weight
+    assert isinstance(weight, DTensor)
+    assert weight.device_mesh != mesh
+    full = real(2, 3, 5, 4)
+    x, reference = shard(full, mesh).requires_grad_(), full.clone().requires_grad_()
+    with spmd(on_gather="allow"):
+        y = torch.sin(x) * weight[:1] + (x**2).sum() * weight.sum()
+        y.sum().backward()
+    z = torch.sin(reference) * plain_weight[:1] + (reference**2).sum() * plain_weight.sum()
+    z.sum().backward()
+    assert torch.allclose(y.full_tensor(), z)
+    for a, b in ((x.grad, reference.grad), (weight.grad, plain_weight.grad)):
+        assert isinstance(a, DTensor)
+        assert b is not None
+        assert torch.allclose(a.full_tensor(), b)
+
+
+def test_parameters_of_fully_shard_meet_activations() -> None:
+    run_ranks(_other_meshes, 4)
+
+
+def _two_meshes() -> None:
+    a, b = mesh_for("data=2,domain=2"), mesh_for("data=1,domain=4")
+    x, y = shard(real(2, 3, 5, 4), a), shard(real(2, 3, 5, 4), b)
+    fns: list[Callable[[], Any]] = [lambda: x + y, lambda: torch.cat([x, y]), lambda: torch.linalg.solve(x, y)]
+    with record() as log, spmd():
+        for fn in fns:
+            with pytest.raises(ShardingError, match="different meshes"):
+                fn()
+    assert log.entries == []
+
+
+def test_two_meshes_are_refused() -> None:
+    run_ranks(_two_meshes, 4)
+
+
+def _structures() -> None:
+    mesh = mesh_for("data=1,domain=3")
+    x = real(2, 3, 5, 4)
+    report = assert_same(lambda x: torch.linalg.svd(x)[1], (x,), mesh=mesh, gathers=True)
+    assert report.log.gathers()
+    d = shard(x, mesh)
+    with spmd(on_gather="allow"):
+        parts = torch.linalg.eigh(d @ d.mT)
+        assert type(parts) is torch.return_types.linalg_eigh
+        assert all(isinstance(p, DTensor) for p in parts)
+        assert isinstance(torch.meshgrid(d[0, 0, 0], d[0, 0, 0], indexing="ij"), tuple)
+        assert torch.linalg.matrix_rank(d).shape == (2, 3)
+        with torch.no_grad():
+            assert torch.equal(torch.unique(shard(whole(9), mesh, "domain")).full_tensor(), whole(9).unique())
+
+
+def test_tuples_come_back_as_they_are() -> None:
+    run_ranks(_structures, num_ranks("data=1,domain=3"))
+
+
+def _fresh_mesh() -> None:
+    """A mesh that equals another one in its axes and ranks is the same mesh."""
+    x = shard(real(2, 3, 5, 4), mesh_for("data=1,domain=2"))
+    y = shard(real(2, 3, 5, 4), make_mesh("data=1,domain=2", "cpu"))
+    with spmd(on_gather="error"):
+        assert torch.equal((x + y).full_tensor(), 2 * real(2, 3, 5, 4))
+
+
+def test_equal_meshes_are_one() -> None:
+    run_ranks(_fresh_mesh, 2)
