@@ -6,8 +6,20 @@ families, the exhaustive lists of functions, and the scenes with dying processes
 
 import pytest
 
-SLOW_FILES = ("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_dead_peers.py", "test_rank_pool.py")
-SLOW_NAMES = ("equals_one_process", "property", "any_loss", "any_norm", "groups", "brute_force", "-SGD]")
+SLOW_FILES = (
+    *("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_shortcut.py"),
+    *("test_dead_peers.py", "test_rank_pool.py"),
+)
+SLOW_NAMES = (
+    "equals_one_process",
+    "property",
+    "any_loss",
+    "any_norm",
+    "groups",
+    "brute_force",
+    "opcheck",
+    "loss_curve",
+)
 QUICK_NAMES = ("drawn_layers", "same_function")
 
 

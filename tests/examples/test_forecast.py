@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshpar
 from meshpar.testing import mesh_for, run_ranks
@@ -26,11 +27,13 @@ def plan_of(samples: Samples, data_size: int) -> forecast.Plan:
 
 
 def curves(spec: str) -> tuple[list[float], list[float], float]:
-    """Train on the mesh, then on this process alone, from the same plan."""
+    """Train on the mesh, then, on rank 0, on one process alone, from the same plan."""
     samples = Samples(read_fields(), torch.float64)
     mesh = mesh_for(spec)
     plan = plan_of(samples, meshpar.axis_size(mesh, "data"))
     ours = forecast.train(samples, forecast.setup_on(mesh), plan)
+    if dist.get_rank() != 0:
+        return ours.losses, [], 0.0
     reference = forecast.train(samples, forecast.Setup(), plan)
     return ours.losses, reference.losses, forecast.largest_difference(ours, reference)
 
@@ -39,10 +42,10 @@ def curves(spec: str) -> tuple[list[float], list[float], float]:
 def test_twenty_steps_on_the_climate_data_equal_one_process(spec):
     """37 rows are uneven on 2, 3 and 4 ranks, and the lowest level leaves one of 4 ranks without rows."""
     answers = run_ranks(curves, 3 if spec.endswith("3") else 4, spec, timeout_s=300)
-    for ours, reference, difference in answers:
-        assert len(ours) == len(reference) == 20
-        assert reference[-1] < reference[0]
-        assert difference < 1e-10
+    ours, reference, difference = answers[0]
+    assert len(ours) == len(reference) == 20
+    assert reference[-1] < reference[0]
+    assert difference < 1e-10
     assert len({tuple(ours) for ours, _, _ in answers}) == 1
 
 
