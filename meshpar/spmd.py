@@ -39,7 +39,7 @@ class Rule:
 
     Args:
         handler: called with the arguments of the function.
-        status: "rule", "native" or "plain" (reads no data, or runs before any sharding matters).
+        status: "rule" or "plain" (reads no data, or runs before any sharding matters).
     """
 
     handler: Callable[..., Any]
