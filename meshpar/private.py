@@ -24,6 +24,9 @@ from torch.utils import _pytree
 pytree = _pytree
 """Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
 
+DYNAMO = "torch._dynamo"
+"""The module that DTensor imports at its first op (its public face, `torch.compiler`, does not load it)."""
+
 ITEM = torch.ops.aten._local_scalar_dense.default
 """The aten op behind `item()` (the op has no public name)."""
 

@@ -8,7 +8,7 @@ import pytest
 
 SLOW_FILES = (
     *("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_shortcut.py"),
-    *("test_dead_peers.py", "test_rank_pool.py"),
+    *("test_dead_peers.py", "test_rank_pool.py", "test_guard.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -19,6 +19,10 @@ SLOW_NAMES = (
     "brute_force",
     "opcheck",
     "loss_curve",
+    "twenty_steps",
+    "needs_no_launcher",
+    "field_25",
+    "two_sharded_dims",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

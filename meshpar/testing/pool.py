@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from typing import Any, TypeVar
 
+from meshpar import private
 from meshpar.testing.server import Pickler
 
 T = TypeVar("T")
@@ -31,12 +32,10 @@ _START_TIMEOUT_S = 120.0
 _RAISE_GRACE_S = 2.0  # for the other ranks, once one has raised
 _DEATH_GRACE_S = 0.2  # for the other ranks, once one has died
 _DUMP_S = 0.3  # for a hung rank to write where it hangs
-_PRELOAD = (
-    "torch.distributed.tensor",
-    "numpy",
-    "pytest",
-    "hypothesis",
-)  # by the server, where the caller has them
+# By the server, once for all ranks. torch's own, which each rank would import at its first DTensor op (2 s); the others
+# where the caller has them.
+_PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", private.DYNAMO)
+_PRELOAD_ALSO = ("numpy", "pytest", "hypothesis")
 
 
 class RankError(RuntimeError):
@@ -207,7 +206,7 @@ def _running_server() -> _Server:
     }
     if sys.dont_write_bytecode:
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-    preload = [name for name in _PRELOAD if name in sys.modules]
+    preload = [*_PRELOAD, *(name for name in _PRELOAD_ALSO if name in sys.modules)]
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         f"from meshpar.testing.server import serve; serve({theirs.fileno()}, {preload!r})"
