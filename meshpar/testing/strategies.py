@@ -77,7 +77,7 @@ def _works(case: LayerCase) -> LayerCase:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             out = case.build()(torch.randn(case.shape, dtype=torch.float64))
-    except (RuntimeError, ValueError, AssertionError, NotImplementedError, OverflowError):
+    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, OverflowError):
         reject()
     first = out[0] if isinstance(out, tuple) else out
     if math.prod(first.shape) == 0:
