@@ -7,7 +7,7 @@ opaque to the compiler and differentiable any number of times, since each is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar import private, record
-from meshpar.errors import PeerError, ShardingError, explain
+from meshpar.errors import ShardingError, explain
 from meshpar.intervals import Interval, Rows, interval_rows
+from meshpar.messages import exchange, room_for
 from meshpar.plans import OWN, PADDING, Copy, Plan, decode, encode, make_plan
 
 
@@ -206,7 +207,7 @@ def _forward(
 ) -> Tensor:
     out = _empty_rows(x, dim, plan.out_rows)
     messages = [(peer, _packed(x, dim, pieces)) for peer, pieces in plan.sends]
-    buffers = [(peer, _message(x, dim, rows)) for peer, rows in plan.receives]
+    buffers = [(peer, room_for(x, dim, rows)) for peer, rows in plan.receives]
 
     def place_own() -> None:
         for copy in plan.copies:
@@ -215,7 +216,7 @@ def _forward(
             elif copy.source == OWN:
                 out.narrow(dim, copy.out, copy.count).copy_(_read(x, dim, copy))
 
-    _exchange(messages, buffers, group, axis, label, backward=backward, meanwhile=place_own)
+    exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=place_own)
     for copy in plan.copies:
         if copy.source >= 0:
             out.narrow(dim, copy.out, copy.count).copy_(_read(buffers[copy.source][1], dim, copy))
@@ -226,13 +227,13 @@ def _transpose(g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: 
     messages = []
     for source, (peer, rows) in enumerate(plan.receives):
         messages.append((peer, _gathered(g, dim, rows, [c for c in plan.copies if c.source == source])))
-    buffers = [(peer, _message(g, dim, sum(b - a for a, b in pieces))) for peer, pieces in plan.sends]
+    buffers = [(peer, room_for(g, dim, sum(b - a for a, b in pieces))) for peer, pieces in plan.sends]
     home: list[Tensor] = []
 
     def add_own() -> None:
         home.append(_gathered(g, dim, plan.have_rows, [c for c in plan.copies if c.source == OWN], like=g))
 
-    _exchange(messages, buffers, group, axis, label, backward=True, meanwhile=add_own)
+    exchange(messages, buffers, group, axis, label, kind="halo", backward=True, meanwhile=add_own)
     for (_, pieces), (_, buffer) in zip(plan.sends, buffers, strict=True):
         at = 0
         for a, b in pieces:
@@ -243,7 +244,7 @@ def _transpose(g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: 
 
 def _gathered(g: Tensor, dim: int, rows: int, copies: list[Copy], like: Tensor | None = None) -> Tensor:
     """Add up the gradients of one source's rows: the transpose of reading them."""
-    room = _message(g, dim, rows) if like is None else _empty_rows(like, dim, rows)
+    room = room_for(g, dim, rows) if like is None else _empty_rows(like, dim, rows)
     if len(copies) == 1 and copies[0].step == 1 and copies[0].count == rows:
         return room.copy_(g.narrow(dim, copies[0].out, rows))
     room.zero_()
@@ -273,66 +274,3 @@ def _packed(x: Tensor, dim: int, pieces: tuple[Interval, ...]) -> Tensor:
     """Copy rows into one contiguous message."""
     views = [x.narrow(dim, a, b - a) for a, b in pieces]
     return (views[0] if len(views) == 1 else torch.cat(views, dim)).contiguous().resolve_conj().resolve_neg()
-
-
-def _message(x: Tensor, dim: int, rows: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = rows
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
-
-
-def _bytes(message: Tensor) -> Tensor:
-    """View a message as bytes: every backend sends those, whatever the dtype.
-
-    Dims of one row may have any stride in a contiguous tensor, and a `view` as bytes would trip over it.
-    """
-    return message.as_strided((message.numel(),), (1,)).view(torch.uint8)
-
-
-def _exchange(
-    messages: list[tuple[int, Tensor]],
-    buffers: list[tuple[int, Tensor]],
-    group: dist.ProcessGroup,
-    axis: str,
-    label: str,
-    *,
-    backward: bool,
-    meanwhile: Callable[[], None],
-) -> None:
-    """Post all sends, then all receives; do `meanwhile` while they travel; wait."""
-    messages = [(peer, message) for peer, message in messages if message.numel()]
-    buffers = [(peer, buffer) for peer, buffer in buffers if buffer.numel()]
-    num_bytes = sum(message.numel() * message.element_size() for _, message in messages)
-    record.note(label, "halo", axis, num_bytes, num_messages=len(messages), backward=backward)
-    ops = [dist.P2POp(dist.isend, _bytes(m), group=group, group_peer=peer) for peer, m in messages]
-    ops += [dist.P2POp(dist.irecv, _bytes(b), group=group, group_peer=peer) for peer, b in buffers]
-    peers = [peer for peer, _ in (*messages, *buffers)]
-    try:
-        works = dist.batch_isend_irecv(ops) if ops else []
-    except RuntimeError as error:
-        raise PeerError(_peer_text(label, axis, group, peers, peers, error)) from error
-    meanwhile()
-    for i, work in enumerate(works):
-        waits = [peers[i]] if len(works) == len(peers) else peers  # a backend may give one work for the whole batch
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerError(_peer_text(label, axis, group, peers, waits, error)) from error
-
-
-def _peer_text(
-    label: str, axis: str, group: dist.ProcessGroup, peers: Sequence[int], waits: Sequence[int], error: Exception
-) -> str:
-    where, _, op = label.rpartition("|")
-    ranks = dist.get_process_group_ranks(group)
-    told = str(error).splitlines()
-    return explain(
-        f"{where or 'root'}: {op} lost a peer on axis {axis}.",
-        got=[
-            f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in sorted(set(peers))]}",
-            f"it failed with global rank(s) {[ranks[peer] for peer in sorted(set(waits))]}",
-            told[0][:300] if told else type(error).__name__,
-        ],
-        needs="every rank of the axis to be alive and to run the same ops in the same order",
-        fix="look at the log of the ranks named; the first to fail says why. Restart the job from its last checkpoint",
-    )

@@ -1,0 +1,94 @@
+"""Messages between the ranks of one axis, and the error that names a lost peer.
+
+Invariant: all sends are posted before all receives, one message a peer; peers are ranks of the axis's own group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar import record
+from meshpar.errors import PeerError, explain
+
+
+def room_for(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Make room for a message: as x, with `rows` rows along a dim, contiguous."""
+    shape = list(x.shape)
+    shape[dim] = rows
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def as_bytes(message: Tensor) -> Tensor:
+    """View a message as bytes: every backend sends those, whatever the dtype.
+
+    Dims of one row may have any stride in a contiguous tensor, and a `view` as bytes would trip over it.
+    """
+    return message.as_strided((message.numel(),), (1,)).view(torch.uint8)
+
+
+def exchange(
+    messages: list[tuple[int, Tensor]],
+    buffers: list[tuple[int, Tensor]],
+    group: dist.ProcessGroup,
+    axis: str,
+    label: str,
+    *,
+    kind: str,
+    backward: bool,
+    meanwhile: Callable[[], None],
+) -> None:
+    """Post all sends, then all receives; do `meanwhile` while they travel; wait.
+
+    Args:
+        messages: peer (rank of the group) and what to send it, contiguous; empty ones are left out.
+        buffers: peer and what to receive from it.
+        group: process group of the axis.
+        axis: name of the axis, for errors and the record.
+        label: what `record.here` gave in the forward pass.
+        kind: kind of the communication, for the record.
+        backward: whether this is the backward pass.
+        meanwhile: what to do while the messages travel.
+
+    Raises:
+        PeerError: a peer died, or did not come within the timeout of the group.
+    """
+    messages = [(peer, message) for peer, message in messages if message.numel()]
+    buffers = [(peer, buffer) for peer, buffer in buffers if buffer.numel()]
+    num_bytes = sum(message.numel() * message.element_size() for _, message in messages)
+    record.note(label, kind, axis, num_bytes, num_messages=len(messages), backward=backward)
+    ops = [dist.P2POp(dist.isend, as_bytes(m), group=group, group_peer=peer) for peer, m in messages]
+    ops += [dist.P2POp(dist.irecv, as_bytes(b), group=group, group_peer=peer) for peer, b in buffers]
+    peers = [peer for peer, _ in (*messages, *buffers)]
+    try:
+        works = dist.batch_isend_irecv(ops) if ops else []
+    except RuntimeError as error:
+        raise PeerError(_peer_text(label, axis, group, peers, peers, error)) from error
+    meanwhile()
+    for i, work in enumerate(works):
+        waits = [peers[i]] if len(works) == len(peers) else peers  # a backend may give one work for the whole batch
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerError(_peer_text(label, axis, group, peers, waits, error)) from error
+
+
+def _peer_text(
+    label: str, axis: str, group: dist.ProcessGroup, peers: Sequence[int], waits: Sequence[int], error: Exception
+) -> str:
+    where, _, op = label.rpartition("|")
+    ranks = dist.get_process_group_ranks(group)
+    told = str(error).splitlines()
+    return explain(
+        f"{where or 'root'}: {op} lost a peer on axis {axis}.",
+        got=[
+            f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in sorted(set(peers))]}",
+            f"it failed with global rank(s) {[ranks[peer] for peer in sorted(set(waits))]}",
+            told[0][:300] if told else type(error).__name__,
+        ],
+        needs="every rank of the axis to be alive and to run the same ops in the same order",
+        fix="look at the log of the ranks named; the first to fail says why. Restart the job from its last checkpoint",
+    )
