@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,25 +19,30 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from meshpar import pieces, private, record
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
-from meshpar.mesh import axis_group, axis_size, coordinate, is_ours
+from meshpar.mesh import AXES, DOMAIN, axis_group, axis_size, coordinate, is_ours
 from meshpar.private import pytree
 
 Tree = TypeVar("Tree")
 Layout = str | Mapping[str, Any] | Sequence[Any] | None
 
 
-def default_layout(num_dims: int) -> str:
+def default_layout(num_dims: int, axes: Collection[str] = AXES) -> str:
     """Give the layout of a tensor that none was named for: dim 0 is data, from 4 dims up dim -2 is domain.
+
+    On a mesh with further domain axes, dim -1 is domain_w from 4 dims up, and dim -3 is domain_d from 5 dims up.
 
     Example:
         >>> default_layout(4), default_layout(2)
         ('data _ domain _', 'data _')
+        >>> default_layout(5, ("data", "domain_d", "domain", "domain_w", "tensor"))
+        'data _ domain_d domain domain_w'
     """
     tokens = ["_"] * num_dims
     if num_dims:
         tokens[0] = "data"
-    if num_dims >= 4:
-        tokens[-2] = "domain"
+    for axis, dim in DOMAIN.items():
+        if axis in axes and num_dims >= max(4, 2 - dim):
+            tokens[dim] = axis
     return " ".join(tokens)
 
 
@@ -47,7 +52,7 @@ def placements_of(layout: str | None, mesh: DeviceMesh, num_dims: int) -> tuple[
     Raises:
         SpecError: another number of dims, an unknown axis, or an axis named twice.
     """
-    text = default_layout(num_dims) if layout is None else layout
+    text = default_layout(num_dims, pieces.axes_of(mesh)) if layout is None else layout
     if not isinstance(text, str):
         raise SpecError(_layout_text(text, f"a {type(text).__name__}", num_dims, mesh))
     tokens = text.split()
@@ -65,7 +70,7 @@ def _layout_text(layout: object, got: str, num_dims: int, mesh: DeviceMesh) -> s
         f"layout {layout!r}: cannot be used.",
         got=got,
         needs=f"one of {('_', *pieces.axes_of(mesh))} for each of the {num_dims} dims, each axis once",
-        fix=f"e.g. {default_layout(max(num_dims, 1))!r}",
+        fix=f"e.g. {default_layout(max(num_dims, 1), pieces.axes_of(mesh))!r}",
     )
 
 
@@ -197,7 +202,7 @@ def _check_mesh(verb: str, mesh: object) -> None:
 
 
 def _is_given(axis: str, rows: str) -> bool:
-    return axis == "data" or (axis == "domain" and rows == "local")
+    return axis == "data" or (axis in DOMAIN and rows == "local")
 
 
 def _cut_rest(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: Sequence[bool]) -> Tensor:

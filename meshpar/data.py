@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from meshpar import private
 from meshpar.errors import SpecError, explain
-from meshpar.mesh import SUMMED, is_ours
+from meshpar.mesh import is_ours, summed_mesh
 from meshpar.spmd import is_on
 
 BUCKET_BYTES = 64 * 2**20
@@ -174,7 +174,7 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
         gradients after its backward. 0-d parameters, and those whose dtype is not the one most of their unit has, stay
         whole on every rank; an all-reduce sums their gradients.
     """
-    summed = private.flatten(mesh, ("data", "domain"), SUMMED)
+    summed = summed_mesh(mesh)
     chosen = units(module, shard_modules)
     if summed.size() == 1 or next(module.parameters(), None) is None:
         return

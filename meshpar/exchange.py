@@ -75,6 +75,48 @@ def fetch(
     return result
 
 
+def send_home(
+    x: Tensor,
+    dim: int,
+    have: Sequence[Interval],
+    want: Sequence[Interval | Rows],
+    group: dist.ProcessGroup,
+    *,
+    axis: str = "domain",
+    op: str = "send_home",
+) -> Tensor:
+    """Send rows to the ranks that own them, where they are added up: the transpose of `fetch`, as a forward.
+
+    Args:
+        x: local tensor; along `dim` it holds contributions to the rows `want[me]`; those to padding are dropped.
+        dim: dim of the rows.
+        have: for every rank of the group, the interval of global rows that it owns; disjoint.
+        want: for every rank, the rows that it contributes to: an interval, or runs (see `meshpar.intervals`).
+        group: process group of the axis.
+        axis: name of the axis, for errors and the record.
+        op: name of the op that asks, for errors and the record.
+
+    Returns:
+        Local tensor with the rows `have[me]`; zero where nobody contributes.
+
+    Communication:
+        One message to every rank that owns rows of this one's. The backward fetches the gradients of those rows.
+    """
+    dim = _checked_dim(x, dim, op)
+    rows = tuple(_as_rows(item) for item in want)
+    pieces = tuple((a, b) for a, b in have)
+    plan = make_plan(pieces, rows, group.rank())
+    if x.shape[dim] != plan.out_rows:
+        mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, for {plan.out_rows}"
+        _refuse(op, mine, "a piece with the rows that its rank contributes to")
+    if plan.identity:
+        return x
+    flat_have, flat_want = encode(pieces, rows)
+    request = (dim, list(flat_have), list(flat_want), group.group_name, axis, record.here(op))
+    result: Tensor = torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)
+    return result
+
+
 def _as_rows(item: Interval | Rows) -> Rows:
     if len(item) == 2 and isinstance(item[0], int):
         return interval_rows(item)
@@ -96,7 +138,7 @@ def _refuse(op: str, got: str, needs: str) -> NoReturn:
 # every process) at the first call, and costs every later call twice what the dispatcher does.
 _REQUEST = "int dim, int[] have, int[] want, str group_name, str axis, str label"
 torch.library.define("meshpar::fetch", f"(Tensor x, {_REQUEST}, float fill, bool backward) -> Tensor")
-torch.library.define("meshpar::fetch_transpose", f"(Tensor g, {_REQUEST}) -> Tensor")
+torch.library.define("meshpar::fetch_transpose", f"(Tensor g, {_REQUEST}, bool backward=True) -> Tensor")
 
 
 def _plan_of(have: list[int], want: list[int], group_name: str) -> tuple[Plan, dist.ProcessGroup]:
@@ -122,10 +164,17 @@ def _fetch_kernel(
 
 @torch.library.impl("meshpar::fetch_transpose", "default")
 def _transpose_kernel(
-    g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str
+    g: Tensor,
+    dim: int,
+    have: list[int],
+    want: list[int],
+    group_name: str,
+    axis: str,
+    label: str,
+    backward: bool = True,  # noqa: FBT001, FBT002
 ) -> Tensor:
     plan, group = _plan_of(have, want, group_name)
-    return _transpose(g, dim, plan, group, axis, label)
+    return _transpose(g, dim, plan, group, axis, label, backward=backward)
 
 
 def _fetch_fake(
@@ -143,7 +192,14 @@ def _fetch_fake(
 
 
 def _transpose_fake(
-    g: Tensor, dim: int, have: list[int], want: list[int], group_name: str, axis: str, label: str
+    g: Tensor,
+    dim: int,
+    have: list[int],
+    want: list[int],
+    group_name: str,
+    axis: str,
+    label: str,
+    backward: bool = True,  # noqa: FBT001, FBT002
 ) -> Tensor:
     return _empty_rows(g, dim, _plan_of(have, want, group_name)[0].have_rows)
 
@@ -157,11 +213,11 @@ def _fetch_backward(ctx, g):  # type: ignore[no-untyped-def]
 
 
 def _transpose_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.request = inputs[1:]
+    ctx.request = inputs[1:7]
 
 
 def _transpose_backward(ctx, g):  # type: ignore[no-untyped-def]
-    return (torch.ops.meshpar.fetch.default(g, *ctx.request, 0.0, backward=True), *[None] * 6)
+    return (torch.ops.meshpar.fetch.default(g, *ctx.request, 0.0, backward=True), *[None] * 7)
 
 
 torch.library.register_fake("meshpar::fetch", _fetch_fake)
@@ -223,7 +279,9 @@ def _forward(
     return out
 
 
-def _transpose(g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: str, label: str) -> Tensor:
+def _transpose(
+    g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: str, label: str, *, backward: bool
+) -> Tensor:
     messages = []
     for source, (peer, rows) in enumerate(plan.receives):
         messages.append((peer, _gathered(g, dim, rows, [c for c in plan.copies if c.source == source])))
@@ -233,7 +291,7 @@ def _transpose(g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: 
     def add_own() -> None:
         home.append(_gathered(g, dim, plan.have_rows, [c for c in plan.copies if c.source == OWN], like=g))
 
-    exchange(messages, buffers, group, axis, label, kind="halo", backward=True, meanwhile=add_own)
+    exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=add_own)
     for (_, pieces), (_, buffer) in zip(plan.sends, buffers, strict=True):
         at = 0
         for a, b in pieces:

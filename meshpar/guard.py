@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 from meshpar import private
 from meshpar.errors import ShardingError, explain
 
-OURS = ("data", "domain", "tensor")
+OURS = tuple(
+    ("data", *depth, "domain", *width, "tensor") for depth in ((), ("domain_d",)) for width in ((), ("domain_w",))
+)
 """The axes by which a mesh of `make_mesh` is known."""
 
 WRONG_OUTSIDE = (
@@ -85,6 +87,6 @@ class Guarded:
 
 
 def _is_sharded_activation(x: object) -> bool:
-    if not isinstance(x, DTensor) or x.device_mesh.mesh_dim_names != OURS:
+    if not isinstance(x, DTensor) or x.device_mesh.mesh_dim_names not in OURS:
         return False
     return any(not p.is_replicate() and x.device_mesh.size(i) > 1 for i, p in enumerate(x.placements))

@@ -2,14 +2,17 @@
 
 Invariant: the mesh is a value. Everything here but `make_mesh` is a pure function of a `DeviceMesh` (and of a rank,
 this process's own unless one is named); nothing is kept between calls but caches of what follows from the mesh.
-Axis order is data, domain, tensor; the last varies fastest with the rank.
+Axis order is data, domain, tensor; the last varies fastest with the rank. A second and a third domain axis, for
+longitude and depth, stand beside the first where they were asked for.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,37 +21,52 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshpar import guard, private, runtime, shortcut
 from meshpar.errors import SpecError, explain
 
-AXES = guard.OURS
+AXES = ("data", "domain", "tensor")
 """The axes that every mesh has, in order; size 1 where unused."""
 
+DOMAIN = {"domain_d": -3, "domain": -2, "domain_w": -1}
+"""The axes that can share out space, in mesh order, and the dim that each shards in a tensor of images or volumes."""
+
 SUMMED = "data_domain"
-"""The name of the flattened data x domain mesh: gradients of parameters are summed over it."""
+"""The name of the flattened mesh of data x domain axes: gradients of parameters are summed over it."""
+
+SPACE = "space"
+"""The name of the flattened mesh of the domain axes, where there are several."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeshSpec:
     """Name the size of each axis of a mesh; one size may be -1, taken from the number of ranks.
 
     Args:
         data: ranks that share out the batch.
-        domain: ranks that share out the rows of one sample.
+        domain: ranks that share out the rows of one sample; or a mapping from dim to ranks, for rows (-2), columns
+            (-1) and depth (-3) of a sample.
         tensor: ranks that share out the channels of one layer.
+        domain_w: ranks that share out the columns (longitude, dim -1).
+        domain_d: ranks that share out the depth of volumes (dim -3).
 
     Raises:
-        SpecError: a size is not an integer, is zero or below -1, or two are -1.
+        SpecError: a size is not an integer, is zero or below -1, two are -1, or a domain dim that is unknown.
 
     Example:
         >>> MeshSpec.parse("data=2,domain=4")
         MeshSpec(data=2, domain=4, tensor=1)
         >>> MeshSpec(domain=2).resolve(8)
         MeshSpec(data=4, domain=2, tensor=1)
+        >>> MeshSpec(data=1, domain={-2: 2, -1: 3})
+        MeshSpec(data=1, domain=2, domain_w=3, tensor=1)
     """
 
     data: int = -1
-    domain: int = 1
+    domain: int | Mapping[int, int] = 1
     tensor: int = 1
+    domain_w: int = 1
+    domain_d: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.domain, Mapping):
+            self._spread(self.domain)
         sizes = self.sizes()
         wrong = [
             f"{axis}={size!r}"
@@ -60,16 +78,32 @@ class MeshSpec:
         if list(sizes.values()).count(-1) > 1:
             raise SpecError(_spec_text(self, got=[str(self)], needs="one size of -1 at the most"))
 
+    def _spread(self, by_dim: Mapping[int, int]) -> None:
+        """Give the sizes of a mapping of dims to the axes of these dims."""
+        axes = {dim: axis for axis, dim in DOMAIN.items()}
+        unknown = [dim for dim in by_dim if dim not in axes]
+        twice = [axis for axis in ("domain_w", "domain_d") if getattr(self, axis) != 1]
+        if unknown or twice:
+            got = [f"dim {dim!r}" for dim in unknown] + [f"{axis} named beside the mapping" for axis in twice]
+            needs = "dims out of -2 (rows), -1 (columns), -3 (depth)"
+            raise SpecError(_spec_text(dict(by_dim), got=got, needs=needs, fix="domain={-2: 2, -1: 2}"))
+        for axis, dim in DOMAIN.items():
+            object.__setattr__(self, axis, by_dim.get(dim, 1))
+
     def sizes(self) -> dict[str, int]:
-        """Give the size of each axis, in mesh order."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Give the size of each axis, in mesh order; further domain axes where they are used."""
+        further = {axis for axis in ("domain_d", "domain_w") if getattr(self, axis) != 1}
+        return {axis: getattr(self, axis) for axis in ("data", *DOMAIN, "tensor") if axis in AXES or axis in further}
+
+    def __repr__(self) -> str:
+        return f"MeshSpec({', '.join(f'{axis}={size}' for axis, size in self.sizes().items())})"
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes().items())
 
     @classmethod
-    def parse(cls, text: str | Mapping[str, int] | MeshSpec) -> MeshSpec:
-        """Read `"data=2,domain=4"`, or a mapping of axis to size.
+    def parse(cls, text: str | Mapping[str, Any] | MeshSpec) -> MeshSpec:
+        """Read `"data=2,domain=4"`, or a mapping of axis to size (of `domain` also to a mapping of dims).
 
         An axis that is not named has its default; `data` is -1 then, so that the world decides.
 
@@ -79,7 +113,7 @@ class MeshSpec:
         if isinstance(text, MeshSpec):
             return text
         pairs = list(text.items()) if isinstance(text, Mapping) else list(_pairs(text))
-        unknown = [str(axis) for axis, _ in pairs if axis not in AXES]
+        unknown = [str(axis) for axis, _ in pairs if axis not in AXES and axis not in DOMAIN]
         if unknown:
             raise SpecError(_spec_text(text, got=[f"unknown axis {u!r}" for u in unknown], needs=_known()))
         names = [axis for axis, _ in pairs]
@@ -116,7 +150,7 @@ class MeshSpec:
 
 
 def _known() -> str:
-    return f"axes out of {', '.join(AXES)}, each named once"
+    return f"axes out of {', '.join(AXES)}, and domain_w or domain_d, each named once"
 
 
 def _spec_text(spec: object, *, got: list[str], needs: str, fix: str = 'e.g. "data=2,domain=4"') -> str:
@@ -141,8 +175,10 @@ def _pairs(text: object) -> Iterator[tuple[str, int]]:
 def _nearest(spec: MeshSpec, world_size: int) -> list[MeshSpec]:
     """List up to three specs that fit the world, the ones nearest to what was asked first."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    further = {axis: size for axis, size in spec.sizes().items() if axis not in AXES}
+    world_size //= math.prod(further.values()) if world_size % math.prod(further.values()) == 0 else 1
     fits = [
-        MeshSpec(world_size // (domain * tensor), domain, tensor)
+        MeshSpec(world_size // (domain * tensor), domain, tensor, **further)
         for domain in divisors
         for tensor in divisors
         if world_size % (domain * tensor) == 0
@@ -155,7 +191,7 @@ def _nearest(spec: MeshSpec, world_size: int) -> list[MeshSpec]:
     return sorted(fits, key=distance)[:3]
 
 
-def make_mesh(spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type: str | None = None) -> DeviceMesh:
+def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type: str | None = None) -> DeviceMesh:
     """Make the mesh of this job, with the axes data, domain and tensor.
 
     Starts the process group if there is none: from torchrun's variables, else as a world of one.
@@ -165,7 +201,8 @@ def make_mesh(spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type
         device_type: "cpu", "cuda", ...; by default CUDA where there is one, else the CPU.
 
     Returns:
-        A `DeviceMesh` whose `mesh_dim_names` are ("data", "domain", "tensor").
+        A `DeviceMesh` whose `mesh_dim_names` are ("data", "domain", "tensor"), with "domain_d" before and "domain_w"
+        after "domain" where the spec has them.
 
     Communication:
         The making of the groups, and one tiny ring of sends on every axis: on NCCL the first batched send of a
@@ -175,16 +212,44 @@ def make_mesh(spec: str | Mapping[str, int] | MeshSpec | DeviceMesh, device_type
         SpecError: the spec is wrong or does not fit the world; on all ranks, before any group is made.
     """
     guard.install()
-    shortcut.install(AXES)
+    shortcut.install()
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
     resolved = MeshSpec.parse(spec).resolve(runtime.world_size())
     device_type = _checked_device_type(device_type or runtime.default_device_type())
     runtime.ensure_process_group(device_type)
-    mesh = init_device_mesh(device_type, tuple(resolved.sizes().values()), mesh_dim_names=AXES)
-    private.flatten(mesh, ("data", "domain"), SUMMED)
+    sizes = resolved.sizes()
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    _flatten(mesh)
     _warm(mesh)
     return mesh
+
+
+def _flatten(mesh: DeviceMesh) -> None:
+    """Make the groups that span several axes, which every rank of the job must do."""
+    summed_mesh(mesh)
+    if len(space_axes(mesh)) > 1:
+        private.flatten(mesh, space_axes(mesh), SPACE)
+
+
+def summed_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the flattened mesh of data x domain axes, over which the gradients of parameters are summed."""
+    return private.flatten(mesh, summed_axes(mesh), SUMMED)
+
+
+def space_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Name the domain axes of a mesh, in mesh order."""
+    return tuple(axis for axis in mesh.mesh_dim_names or () if axis in DOMAIN)
+
+
+def summed_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Name the axes over which the parts of the gradient of a parameter are added up."""
+    return ("data", *space_axes(mesh))
+
+
+def axes_in(mesh: DeviceMesh, name: str) -> tuple[str, ...]:
+    """Name the axes that a group of a mesh spans: several for the flattened ones."""
+    return summed_axes(mesh) if name == SUMMED else space_axes(mesh) if name == SPACE else (name,)
 
 
 def _checked_device_type(device_type: str) -> str:
@@ -199,7 +264,7 @@ def _checked_device_type(device_type: str) -> str:
 
 
 def _checked(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.mesh_dim_names != AXES:
+    if not is_ours(mesh):
         raise SpecError(
             explain(
                 "mesh: this DeviceMesh cannot be used.",
@@ -208,7 +273,7 @@ def _checked(mesh: DeviceMesh) -> DeviceMesh:
                 fix='make it with meshpar.make_mesh("data=...,domain=...")',
             )
         )
-    private.flatten(mesh, ("data", "domain"), SUMMED)  # makes a group, which every rank of the job must do
+    _flatten(mesh)
     if mesh.get_coordinate() is None:
         raise SpecError(
             explain(
@@ -223,7 +288,7 @@ def _checked(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _warm(mesh: DeviceMesh) -> None:
-    for axis in AXES:
+    for axis in mesh.mesh_dim_names or ():
         size = axis_size(mesh, axis)
         if size == 1:
             continue
@@ -240,7 +305,7 @@ def _warm(mesh: DeviceMesh) -> None:
 
 def is_ours(mesh: DeviceMesh) -> bool:
     """Tell whether activations live on this mesh: it has the axes of `make_mesh`."""
-    return mesh.mesh_dim_names == AXES
+    return mesh.mesh_dim_names in guard.OURS
 
 
 def axis_index(mesh: DeviceMesh, axis: str) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshpar import private, record
 from meshpar.intervals import Interval, chunks
-from meshpar.mesh import SUMMED, coordinate
+from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate
 
 Placements = tuple[Placement, ...]
 
@@ -278,11 +278,12 @@ def replicated(mesh: DeviceMesh) -> Placements:
 
 
 def groups_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[dist.ProcessGroup, str]]:
-    """Give the groups that together span some mesh axes: one flattened group for data x domain, else one an axis."""
-    names = [axes_of(mesh)[axis] for axis in axes if mesh.size(axis) > 1]
-    if sorted(names) == ["data", "domain"]:
-        return [(mesh.get_group(SUMMED), "data_domain")]
-    return [(mesh.get_group(name), name) for name in names]
+    """Give the groups that together span some mesh axes: a flattened one that spans them all, else one an axis."""
+    names = {axes_of(mesh)[axis] for axis in axes if mesh.size(axis) > 1}
+    for name in (SPACE, SUMMED) if len(names) > 1 else ():
+        if names == {axis for axis in axes_in(mesh, name) if axis_size(mesh, axis) > 1}:
+            return [(mesh.get_group(name), name)]
+    return [(mesh.get_group(name), name) for name in axes_of(mesh) if name in names]
 
 
 def note_all_reduce(label: str, kind: str, group: dist.ProcessGroup, name: str, x: Tensor, *, backward: bool) -> None:

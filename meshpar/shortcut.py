@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import private
+from meshpar.guard import OURS
 
 ALIKE = (
     torch.ops.aten.add.Tensor,
@@ -29,17 +30,17 @@ ALIKE = (
 
 
 @functools.cache
-def install(axes: tuple[str, ...]) -> None:
-    """Open the short way, once in a process, for meshes of these axes."""
+def install() -> None:
+    """Open the short way, once in a process."""
     for op in ALIKE:
-        private.set_dtensor_handler(op, functools.partial(_alike, axes))
+        private.set_dtensor_handler(op, _alike)
 
 
-def _alike(axes: tuple[str, ...], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]
     if (
         not isinstance(first, DTensor)
-        or first.device_mesh.mesh_dim_names != axes
+        or first.device_mesh.mesh_dim_names not in OURS
         or any(placement.is_partial() for placement in first.placements)
         or not all(_lies_as(x, first) for x in args[1:] if isinstance(x, Tensor))
     ):

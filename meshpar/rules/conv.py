@@ -87,7 +87,7 @@ def convolve(
         i = dim - first
         n, p, out = x.shape[dim], mesh.size(axis), shape[dim]
         mode = "constant" if padding_mode == "zeros" else padding_mode
-        want = _wanted_rows(n, p, out, kernels[i], strides[i], dilations[i], *pads[i], mode)
+        want = wanted_rows(n, p, out, kernels[i], strides[i], dilations[i], *pads[i], mode)
         me = mesh.get_local_rank(axis)
         piece = fetch_or_cut(piece, dim, n, want, mesh, axis, f"F.{op}", pieces.axis_chunks(mesh, axis, n), me)
         if piece.shape[dim] == 0:
@@ -153,7 +153,7 @@ def _pads(padding: str | Size, kernels: tuple[int, ...], dilations: tuple[int, .
 
 
 @functools.lru_cache(maxsize=16384)
-def _wanted_rows(
+def wanted_rows(
     n: int, p: int, out: int, kernel: int, stride: int, dilation: int, lo: int, hi: int, mode: str
 ) -> tuple[Rows, ...]:
     """Give the rows that each rank needs for its outputs; see `intervals.window_rows`."""

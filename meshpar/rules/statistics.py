@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import pieces, private, record
-from meshpar.mesh import SUMMED, axis_index
+from meshpar.mesh import axes_in
 
 TINY = 1e-20
 """Added to the variance in the fused kernel, and taken off again, so that a constant input has a finite rstd."""
@@ -86,7 +86,8 @@ def merged(mean: Tensor, var: Tensor, plan: Statistics) -> tuple[Tensor, Tensor]
         T. Chan, G. Golub, R. LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     for group, name in pieces.groups_over(plan.mesh, plan.axes):
-        axes = plan.axes if name == SUMMED else (axis_index(plan.mesh, name),)
+        spanned = axes_in(plan.mesh, name)
+        axes = [axis for axis in plan.axes if pieces.axes_of(plan.mesh)[axis] in spanned]
         mine = torch.stack([mean, var]).to(_sent(plan))
         found = mine.new_empty((group.size(), *mine.shape))
         record.note(plan.label, "statistics", name, mine.numel() * mine.element_size() * (group.size() - 1))

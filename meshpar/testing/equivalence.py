@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
 from meshpar.batch import shard
+from meshpar.mesh import summed_axes
 from meshpar.private import pytree
 from meshpar.record import Record, record
 from meshpar.spmd import spmd
@@ -153,8 +154,8 @@ def assert_same(
 
 def sum_parts(x: Tensor, mesh: DeviceMesh) -> None:
     """Add up, in place, the parts that the ranks hold of the gradient of a plain tensor."""
-    dist.all_reduce(x, group=mesh.get_group("data"))
-    dist.all_reduce(x, group=mesh.get_group("domain"))
+    for axis in summed_axes(mesh):
+        dist.all_reduce(x, group=mesh.get_group(axis))
 
 
 def _leaf(x: Any, *, gradients: bool) -> Any:

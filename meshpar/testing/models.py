@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.batch import Layout, map_layouts, shard
 from meshpar.data import own_tensors
-from meshpar.mesh import MeshSpec
 from meshpar.parallelize import parallelize
 from meshpar.private import pytree
 from meshpar.record import record
@@ -29,7 +28,7 @@ from meshpar.testing.equivalence import (
     send_back,
     sum_parts,
 )
-from meshpar.testing.meshes import mesh_for
+from meshpar.testing.meshes import mesh_for, ranks_of
 from meshpar.testing.pool import run_ranks
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -74,11 +73,7 @@ def assert_equivalent(
     job = (model, list(inputs), mesh, layouts, tolerance, gathers, dtype, shard_parameters, dict(options or {}))
     if isinstance(mesh, DeviceMesh) or dist.is_initialized():
         return _compare(*job)
-    sizes = MeshSpec.parse(mesh).sizes().values()
-    num_ranks = 1
-    for size in sizes:
-        num_ranks *= max(size, 1)
-    reports = run_ranks(_compare, num_ranks, *job)
+    reports = run_ranks(_compare, ranks_of(mesh), *job)
     report: Report = reports[0]
     return report
 

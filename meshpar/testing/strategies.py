@@ -18,7 +18,15 @@ from torch import nn
 from meshpar.testing.equivalence import Report
 from meshpar.testing.models import assert_equivalent
 
-MESHES = ("data=1,domain=4", "data=2,domain=2", "data=4,domain=1", "data=1,domain=3", "data=1,domain=2")
+MESHES = (
+    "data=1,domain=4",
+    "data=2,domain=2",
+    "data=4,domain=1",
+    "data=1,domain=3",
+    "data=1,domain=2",
+    "data=1,domain=2,domain_w=2",
+    "data=1,domain=1,domain_w=3",
+)
 
 
 def meshes() -> st.SearchStrategy[str]:
@@ -60,9 +68,9 @@ class LayerCase:
         with torch.random.fork_rng():
             torch.manual_seed(sum(self.shape))
             x = torch.randn(self.shape, dtype=torch.float64)
-        return assert_equivalent(
-            self.build, [x], mesh, layouts=[self.layout], tolerance=tolerance, shard_parameters=False
-        )
+        everywhere = self.name != "Linear" and len(self.shape) > 3  # rows, columns, depth: as many axes as there are
+        layouts = [None if everywhere else self.layout]
+        return assert_equivalent(self.build, [x], mesh, layouts=layouts, tolerance=tolerance, shard_parameters=False)
 
 
 def _layout(num_dims: int) -> str:

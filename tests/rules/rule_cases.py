@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshpar.mesh import MeshSpec
 from meshpar.testing import assert_same, mesh_for, run_ranks
 from meshpar.testing.equivalence import Report
+from meshpar.testing.meshes import ranks_of
 
 MESHES = ("data=2,domain=2", "data=1,domain=4", "data=1,domain=3", "data=4", "data=1,domain=2")
 TENSOR = "data=1,domain=2,tensor=2"
@@ -33,13 +33,6 @@ class Case:
     gathers: bool = False
     keeps: bool = False
     quiet: bool = False
-
-
-def num_ranks(mesh: str) -> int:
-    n = 1
-    for size in MeshSpec.parse(mesh).sizes().values():
-        n *= max(size, 1)
-    return n
 
 
 def real(
@@ -105,7 +98,7 @@ def check_all(build: Callable[[str], Iterable[Case]], mesh: str) -> tuple[int, l
 
 def run(build: Callable[[str], Iterable[Case]], mesh: str, *, at_least: int = 1) -> None:
     """Run all cases on the ranks of a mesh, and fail with all that went wrong on any of them."""
-    answers = run_ranks(check_all, num_ranks(mesh), build, mesh, timeout_s=300.0)
+    answers = run_ranks(check_all, ranks_of(mesh), build, mesh, timeout_s=300.0)
     wrong = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(answers) for text in texts]
     assert not wrong, f"{len(wrong)} wrong on {mesh}:\n" + "\n".join(wrong[:60])
     assert answers[0][0] >= at_least

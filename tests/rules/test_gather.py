@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import MESHES, TENSOR, Case, check_all, num_ranks, real, run, whole
+from rule_cases import MESHES, TENSOR, Case, check_all, real, run, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,6 +20,7 @@ from meshpar.record import record
 from meshpar.rewrite import rewrite
 from meshpar.spmd import Policy, spmd
 from meshpar.testing import assert_same, mesh_for, run_ranks
+from meshpar.testing.meshes import ranks_of
 
 
 def _cases(mesh: str) -> Iterator[Case]:
@@ -247,7 +248,7 @@ def _structures() -> None:
 
 
 def test_tuples_come_back_as_they_are() -> None:
-    run_ranks(_structures, num_ranks("data=1,domain=3"))
+    run_ranks(_structures, ranks_of("data=1,domain=3"))
 
 
 def _fresh_mesh() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshpar.mesh import MeshSpec
 from meshpar.testing import run_ranks
+from meshpar.testing.meshes import ranks_of
 from meshpar.testing.strategies import LayerCase, layers, meshes
 
 SETTINGS = {
@@ -30,8 +30,7 @@ def check_all(cases: list[LayerCase], mesh: str) -> int:
 
 
 def run_cases(cases: list[LayerCase], mesh: str) -> int:
-    spec = MeshSpec.parse(mesh)
-    return run_ranks(check_all, spec.data * spec.domain, cases, mesh)[0]
+    return run_ranks(check_all, ranks_of(mesh), cases, mesh)[0]
 
 
 @given(cases=st.lists(layers(), min_size=3, max_size=6), mesh=meshes())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rule_cases import num_ranks, real
+from rule_cases import real
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -19,6 +19,7 @@ from meshpar.record import record
 from meshpar.rewrite import rewrite
 from meshpar.spmd import spmd
 from meshpar.testing import mesh_for, run_ranks
+from meshpar.testing.meshes import ranks_of
 
 MESHES = ("data=2,domain=2", "data=1,domain=4", "data=1,domain=2,tensor=2")
 
@@ -167,7 +168,7 @@ def _dropout(text: str) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_field_5_dropout_masks(mesh: str) -> None:
-    run_ranks(_dropout, num_ranks(mesh), mesh)
+    run_ranks(_dropout, ranks_of(mesh), mesh)
 
 
 def _follows_the_seed() -> None:

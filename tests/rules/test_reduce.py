@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rule_cases import MESHES, TENSOR, Case, check, num_ranks, real, run, whole
+from rule_cases import MESHES, TENSOR, Case, check, real, run, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -18,6 +18,7 @@ from meshpar.batch import shard
 from meshpar.record import record
 from meshpar.spmd import spmd
 from meshpar.testing import mesh_for, run_ranks
+from meshpar.testing.meshes import ranks_of
 
 DIMS: tuple[Any, ...] = (None, 0, 1, 2, -2, -1, (0, 2), (1, 3), (-1, -2), (0, 1, 2, 3), ())
 
@@ -263,7 +264,7 @@ def drawn_cases(draw: Any) -> tuple[str, tuple[int, ...], tuple[int, ...], bool,
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(drawn_cases(), min_size=5, max_size=15))
 def test_property(mesh: str, cases: Any) -> None:
-    run_ranks(_drawn, num_ranks(mesh), cases, mesh)
+    run_ranks(_drawn, ranks_of(mesh), cases, mesh)
 
 
 @pytest.mark.long
@@ -271,4 +272,4 @@ def test_property(mesh: str, cases: Any) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(drawn_cases(), min_size=5, max_size=15))
 def test_property_long(mesh: str, cases: Any) -> None:
-    run_ranks(_drawn, num_ranks(mesh), cases, mesh)
+    run_ranks(_drawn, ranks_of(mesh), cases, mesh)
