@@ -1,6 +1,6 @@
 """meshpar: any `torch.nn.Module` on a mesh of data x domain x tensor ranks, with the same numbers."""
 
-from meshpar import rules
+from meshpar import layers, rules
 from meshpar.batch import gather, shard, shard_batch
 from meshpar.errors import (
     GatherError,
@@ -11,6 +11,7 @@ from meshpar.errors import (
     SpecError,
 )
 from meshpar.exchange import fetch
+from meshpar.layers import SpherePad2d, sphere_pad
 from meshpar.mesh import (
     AXES,
     MeshSpec,
@@ -39,6 +40,7 @@ __all__ = [
     "Record",
     "ShardingError",
     "SpecError",
+    "SpherePad2d",
     "axis_group",
     "axis_ranks",
     "axis_size",
@@ -47,6 +49,7 @@ __all__ = [
     "gather",
     "is_first",
     "is_last",
+    "layers",
     "make_mesh",
     "mesh_of",
     "neighbours",
@@ -56,5 +59,6 @@ __all__ = [
     "rules",
     "shard",
     "shard_batch",
+    "sphere_pad",
     "spmd",
 ]

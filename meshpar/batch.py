@@ -263,4 +263,9 @@ def gather(tree: Tree) -> Tree:
     Communication:
         An all-gather of each sharded tensor; the backward cuts the gradient.
     """
-    return map_tensors(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)  # type: ignore[no-any-return]
+    return map_tensors(lambda x: _full(x) if isinstance(x, DTensor) else x, tree)  # type: ignore[no-any-return]
+
+
+def _full(x: DTensor) -> Tensor:
+    nested = any(len(pieces.shard_axes(x, dim)) > 1 for dim in range(x.dim()))
+    return pieces.full(x, "gather") if nested and is_ours(x.device_mesh) else x.full_tensor()

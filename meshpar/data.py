@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +19,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshpar import private
+from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.errors import SpecError, explain
-from meshpar.mesh import is_ours, summed_mesh
+from meshpar.intervals import chunks
+from meshpar.mesh import SUMMED, summed_mesh
 from meshpar.spmd import is_on
+from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
 BUCKET_BYTES = 64 * 2**20
 """Size of the messages by which initial values travel."""
+
+
+_SHARDS = "_meshpar_shards"
+"""Name of the attribute in which a module whose parameters are sharded keeps what it shares with the others."""
 
 
 def own_tensors(module: nn.Module) -> None:
@@ -179,10 +187,18 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
     if summed.size() == 1 or next(module.parameters(), None) is None:
         return
     left = _replicate_odd(module, chosen, summed)
+    shards = _Shards(summed)
     for unit in [*chosen, module]:
         # The root, too, frees its parameters after the forward: were they still there, `torch.autograd.grad` of them
         # would give this rank's parts without a word. So it is an error ("not used in the graph").
-        fully_shard(unit, mesh=summed, ignored_params=left, reshard_after_forward=True)
+        shard = functools.partial(fully_shard, unit, mesh=summed, ignored_params=left, reshard_after_forward=True)
+        inside = [u for u in [*chosen, module] if u in set(unit.modules())]
+        kept = _Unit(unit, inside, shards)
+        private.new_hooks(unit, shard, kept.before, kept.after)
+    for owner in module.modules():
+        if any(isinstance(p, DTensor) for p in owner.parameters(recurse=False)):
+            owner.__class__ = _reading_plain(type(owner))  # type: ignore[arg-type]
+            owner.__dict__[_SHARDS] = shards
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.set_gradient_divide_factor(1.0)
@@ -216,39 +232,149 @@ def _replicate_odd(module: nn.Module, chosen: Sequence[nn.Module], mesh: DeviceM
                     twins[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
                     twins[id(p)].__dict__.update(p.__dict__)
                 setattr(owner, name, twins[id(p)])
-                owner.__class__ = _reading_plain(type(owner))  # type: ignore[arg-type]
     return set(twins.values())
+
+
+@dataclass
+class _Shards:
+    """Hold what the units of one model share.
+
+    Args:
+        mesh: the ranks over which parameters are sharded.
+        away: the unit in whose forward the hooks of `fully_shard` stay away, if any.
+        replaced: what stands in the place of parameters in that forward.
+    """
+
+    mesh: DeviceMesh
+    away: nn.Module | None = None
+    replaced: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Decide for one unit, at each of its forwards, whether the hooks of `fully_shard` run.
+
+    They stay out of graphs, which gather parameters themselves, and of a forward with other values in the place of
+    parameters (`torch.func.functional_call`), which they would throw away.
+    """
+
+    module: nn.Module
+    units: Sequence[nn.Module]
+    shards: _Shards
+
+    def before(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the hook that gathers parameters."""
+
+        def outside(*args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
+            if self.shards.away in (None, self.module):
+                found = [item for unit in self.units for item in private.replaced_parameters(unit)]
+                self.shards.away, self.shards.replaced = self.module if found else None, found
+                for owner, name, value in found:
+                    if not isinstance(value, DTensor):
+                        private.put_parameter(owner, name, _SummedGrad.apply(value, self.shards.mesh))
+            return hook(*args) if self.shards.away is None else None
+
+        return outside
+
+    def after(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the hook that frees parameters."""
+
+        def outside(*args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
+            if self.shards.away is None:
+                return hook(*args)
+            if self.shards.away is self.module:
+                for owner, name, value in self.shards.replaced:
+                    private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
+                self.shards.away, self.shards.replaced = None, []
+            return None
+
+        return outside
+
+
+class _SummedGrad(torch.autograd.Function):
+    """Let a plain value stand for a parameter: it is the whole, and the parts of its gradient are added up."""
+
+    @staticmethod
+    def forward(ctx, w, mesh):  # type: ignore[no-untyped-def]
+        ctx.mesh = mesh
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        total = all_reduce(g, ctx.mesh.get_group(), SUMMED, "|functional_call", kind="parameters", backward=True)
+        return total, None
 
 
 @functools.lru_cache(maxsize=4096)
 def _reading_plain(cls: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of a module whose replicated parameters are plain tensors for a forward."""
+    """Make the class of a module whose parameters are plain tensors for a forward: all of them in a graph.
+
+    Outside of graphs `fully_shard` puts plain parameters in place, but for those that it was told to leave.
+    """
     if cls.__dict__.get("_meshpar_plain"):
         return cls
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
-        if isinstance(value, DTensor) and is_on() and name in self._parameters and not is_ours(value.device_mesh):
-            return _SummedGrad.apply(value) if all(p.is_replicate() for p in value.placements) else value
+        if isinstance(value, DTensor) and name in self._parameters:
+            if torch.compiler.is_compiling():
+                return as_node(whole_parameter, PLAIN, value) if is_tracing() else value
+            shards: _Shards = self.__dict__[_SHARDS]
+            if is_on() and (shards.away is not None or all(p.is_replicate() for p in value.placements)):
+                return whole_parameter(value)
         return value
 
     names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}
     return type(cls.__name__, (cls,), names)
 
 
-class _SummedGrad(torch.autograd.Function):
-    """Give a replicated parameter as a plain tensor; the parts of its gradient are added up."""
+@direct
+def whole_parameter(w: DTensor) -> Tensor:
+    """Give a parameter as a plain tensor; the parts of its gradient are added up.
 
+    Communication:
+        Forward an all-gather of a sharded parameter, backward a reduce-scatter; an all-reduce of a replicated one.
+    """
+    return _Whole.apply(w)  # type: ignore[no-any-return]
+
+
+class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w):  # type: ignore[no-untyped-def]
-        ctx.mesh = w.device_mesh
-        return w.to_local().detach()
+        (placement,), mesh = w.placements, w.device_mesh
+        ctx.request = placement, mesh, w.shape, w.stride()
+        piece = w.to_local()
+        if not isinstance(placement, Shard):
+            return piece.detach().clone()
+        dim, n, p = placement.dim, w.shape[placement.dim], mesh.size()
+        rows = -(-n // p)
+        piece = _padded(piece, dim, rows).movedim(dim, 0)
+        whole = all_gather(piece, mesh.get_group(), SUMMED, "|fully_shard", kind="parameters")
+        return whole.flatten(0, 1).narrow(0, 0, n).movedim(0, dim).clone()
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
-        total = g.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=ctx.mesh.get_group())
-        return DTensor.from_local(total, ctx.mesh, [Replicate()], run_check=False)
+        placement, mesh, shape, stride = ctx.request
+        group, p = mesh.get_group(), mesh.size()
+        if isinstance(placement, Shard):
+            dim, n = placement.dim, shape[placement.dim]
+            rows = -(-n // p)
+            parts = _padded(g, dim, rows * p).movedim(dim, 0).unflatten(0, (p, rows))
+            a, b = chunks(n, p)[mesh.get_local_rank()]
+            total = sum_scatter(parts, group, SUMMED, "|fully_shard", kind="parameters", backward=True)
+            total = total.narrow(0, 0, b - a).movedim(0, dim)
+        else:
+            total = all_reduce(g, group, SUMMED, "|fully_shard", kind="parameters", backward=True)
+        return DTensor.from_local(total, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Add rows of zeros up to a number."""
+    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, rows - x.shape[dim]])
 
 
 def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from meshpar import private, record
+from meshpar import record
+from meshpar.alltoall import all_to_all
+from meshpar.collect import collect
+from meshpar.collectives import all_gather, all_reduce
 from meshpar.intervals import Interval, chunks
 from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate
 
@@ -159,11 +162,9 @@ class _SumGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
         mesh, axis, label = ctx.request
-        total = g.clone(memory_format=torch.contiguous_format)
         for group, name in groups_over(mesh, (axis,)):
-            note_all_reduce(label, "reduction", group, name, total, backward=True)
-            dist.all_reduce(total, group=group)
-        return total, None, None, None
+            g = all_reduce(g, group, name, label, backward=True)
+        return g, None, None, None
 
 
 def as_part(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -205,11 +206,85 @@ def moved(x: DTensor, placements: Sequence[Placement], op: str, kind: str = "red
     target = tuple(placements)
     if tuple(x.placements) == target:
         return x
+    x = _unnested(x, op, kind)
+    outer = _outer(target)
+    x = _transposed(x, outer, op)
     label = record.here(op)
-    for axis, (old, new) in enumerate(zip(x.placements, target, strict=True)):
+    for axis, (old, new) in enumerate(zip(x.placements, outer, strict=True)):
         if old != new and not old.is_replicate() and x.device_mesh.size(axis) > 1:
             record.note(label, kind, axes_of(x.device_mesh)[axis], _moved_bytes(x, axis, old, new), why=why)
-    return x.redistribute(placements=target)
+    if tuple(x.placements) != outer:
+        x = x.redistribute(placements=outer)
+    return x if outer == target else _nested(x, target)
+
+
+def _outer(placements: Sequence[Placement]) -> Placements:
+    """Leave to each dim the first of the axes that shard it."""
+    out: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        again = is_plain_shard(placement) and placement in placements[:axis]
+        out.append(Replicate() if again else placement)
+    return tuple(out)
+
+
+def _unnested(x: DTensor, op: str, kind: str) -> DTensor:
+    """Collect the rows of dims that several axes shard, from the inside, unless they stay as they are.
+
+    DTensor's own way gives wrong rows for some uneven sizes (torch 2.13: 5 rows over 2 x 2).
+    """
+    outer = _outer(x.placements)
+    if outer == tuple(x.placements):
+        return x
+    mesh = x.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        if outer[axis] == x.placements[axis]:
+            continue
+        dim = x.placements[axis].dim  # type: ignore[attr-defined]
+        rest = [Replicate() if i == axis else p for i, p in enumerate(x.placements)]
+        rows = local_shape(x.shape, mesh, rest)[dim]
+        piece = local(x)
+        if mesh.size(axis) > 1:
+            piece = collect(piece, dim, rows, mesh.get_group(axis), axes_of(mesh)[axis], record.here(op), kind)
+        x = whole(piece, mesh, rest, x.shape)
+    return x
+
+
+def _transposed(x: DTensor, target: Placements, op: str) -> DTensor:
+    """Let shards change their dim by an all-to-all, where the dim that they go to is free.
+
+    DTensor's own way on gloo is an all-gather.
+    """
+    mesh = x.device_mesh
+    for axis, (old, new) in enumerate(zip(x.placements, target, strict=True)):
+        if not (is_plain_shard(old) and is_plain_shard(new)) or old == new:
+            continue
+        before, after = old.dim, new.dim  # type: ignore[attr-defined]
+        if shard_axes(x, after) or len(shard_axes(x, before)) > 1:
+            continue
+        piece = local(x)
+        if mesh.size(axis) > 1:
+            rows, name = x.shape[before], axes_of(mesh)[axis]
+            piece = all_to_all(piece, before, after, rows, mesh.get_group(axis), axis=name, label=record.here(op))
+        x = whole(piece, mesh, [new if i == axis else p for i, p in enumerate(x.placements)], x.shape)
+    return x
+
+
+def _nested(x: DTensor, target: Placements) -> DTensor:
+    """Cut what is replicated on inner axes; no communication, but the gradient is completed over them."""
+    mesh = x.device_mesh
+    inner = [axis for axis, (p, t) in enumerate(zip(x.placements, target, strict=True)) if p != t]
+    grad = [Partial() if axis in inner else p for axis, p in enumerate(x.placements)]
+    piece = local(x, grad)
+    for axis in inner:
+        dim = target[axis].dim  # type: ignore[attr-defined]
+        a, b = my_chunk(mesh, axis, piece.shape[dim])
+        piece = piece.narrow(dim, a, b - a)
+    return whole(piece, mesh, target, x.shape)
+
+
+def full(x: DTensor, op: str) -> Tensor:
+    """Give the whole of an activation, plain, on every rank; the gradient of it must be the same on all of them."""
+    return local(moved(x, replicated(x.device_mesh), op))
 
 
 def _moved_bytes(x: DTensor, axis: int, old: Placement, new: Placement) -> int:
@@ -286,20 +361,21 @@ def groups_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[dist.Proces
     return [(mesh.get_group(name), name) for name in axes_of(mesh) if name in names]
 
 
-def note_all_reduce(label: str, kind: str, group: dist.ProcessGroup, name: str, x: Tensor, *, backward: bool) -> None:
-    """Put an all-reduce of x in the record, with the bytes of a ring."""
-    p = group.size()
-    record.note(label, kind, name, 2 * x.numel() * x.element_size() * (p - 1) // p, backward=backward)
+@functools.lru_cache(maxsize=256)
+def spans_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """List the sets of axes (by position, of more than one rank) that have a group in common."""
+    found = []
+    for name in (SPACE, SUMMED):
+        found.append(tuple(i for i, a in enumerate(axes_of(mesh)) if a in axes_in(mesh, name) and mesh.size(i) > 1))
+    return tuple(found)
 
 
 class _Psum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mesh, axes, label, kind):  # type: ignore[no-untyped-def]
-        total = x.detach().clone(memory_format=torch.contiguous_format)
         for group, name in groups_over(mesh, axes):
-            note_all_reduce(label, kind, group, name, total, backward=False)
-            dist.all_reduce(total, group=group)
-        return total
+            x = all_reduce(x, group, name, label, kind=kind)
+        return x
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
@@ -323,10 +399,4 @@ def all_gather_parts(x: Tensor, mesh: DeviceMesh, axis: int, op: str, *, kind: s
     Communication:
         One all-gather of equal pieces.
     """
-    p, name = mesh.size(axis), axes_of(mesh)[axis]
-    mine = x.detach().contiguous()
-    record.note(record.here(op), kind, name, mine.numel() * mine.element_size() * (p - 1))
-    out = torch.empty((p, *mine.shape), dtype=mine.dtype, device=mine.device)
-    # As bytes: every backend gathers those, whatever the dtype.
-    private.all_gather(out.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), mesh.get_group(axis))
-    return out
+    return all_gather(x.detach(), mesh.get_group(axis), axes_of(mesh)[axis], record.here(op), kind=kind)

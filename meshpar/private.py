@@ -8,24 +8,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch._C._dynamo import eval_frame
+from torch._library.effects import EffectType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytree = _pytree
 """Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
 
 DYNAMO = "torch._dynamo"
 """The module that DTensor imports at its first op (its public face, `torch.compiler`, does not load it)."""
+
+NESTED_FROM_MASK = torch._nested_tensor_from_mask_left_aligned
+"""What nn.TransformerEncoder asks before its nested-tensor path (no public name is planned)."""
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 """The aten op behind `item()` (the op has no public name)."""
@@ -77,6 +84,12 @@ def like(x: DTensor, piece: torch.Tensor) -> DTensor:
     return DTensor(piece, spec, requires_grad=piece.requires_grad)
 
 
+def lay(x: DTensor, piece: torch.Tensor, placements: Sequence[Placement]) -> None:
+    """Let a DTensor lie otherwise from now on, with this rank's piece given (no public name is planned)."""
+    meta = TensorMeta(x.shape, x.stride(), piece.dtype)
+    x._local_tensor, x._spec = piece, DTensorSpec(x.device_mesh, tuple(placements), tensor_meta=meta)
+
+
 @contextlib.contextmanager
 def without_dtensor_handler(op: Any) -> Iterator[None]:
     """Let an aten op of DTensor go its ordinary way inside the block."""
@@ -126,3 +139,129 @@ def wrap_checkpointed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
     module._checkpoint_without_reentrant_generator = wrapped_generator
     module.CheckpointFunction = Reentrant  # type: ignore[misc, assignment]
+
+
+def reduce_scatter(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Add up and scatter equal pieces (renamed in torch 2.13, as `all_gather` was)."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, given, group=group)
+
+
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo run a function for real while it traces, and take the result as a constant.
+
+    This is what `torch._dynamo.assume_constant_result` does, without the second that the import of Dynamo takes.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function be one node of Dynamo's graphs: `torch.compiler.allow_in_graph`, which is public."""
+    allowed: Callable[..., Any] = torch.compiler.allow_in_graph(function)
+    return allowed
+
+
+def overridable() -> list[Callable[..., Any]]:
+    """List the torch functions that modes see, but for the getters of attributes."""
+    return [f for f in torch.overrides.get_testing_overrides() if not isinstance(f, types.MethodWrapperType)]
+
+
+def for_real(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of plain numbers that works with tensors inside, on real ones even while a compiler traces.
+
+    Public when `torch.compiler` can leave the modes by which it traces.
+    """
+    if not torch.compiler.is_compiling():
+        return function(*args)
+    with _disable_current_modes():
+        return function(*args)
+
+
+def constant(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Give a real tensor, made with `for_real`, to a computation that a compiler may be tracing."""
+    if not torch.compiler.is_compiling():
+        return x.to(device)
+    return torch.tensor(for_real(x.tolist), dtype=x.dtype, device=device)
+
+
+def run_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the frame of a function run as it is under `torch.compile`; what it calls is compiled.
+
+    Public when `torch.compiler.disable(recursive=False)` does not import Dynamo.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+@run_as_it_is
+def compiles(module: torch.nn.Module) -> bool:
+    """Tell whether a call of a module is being compiled, or runs compiled: by either way to ask for it."""
+    return (
+        torch.compiler.is_compiling()
+        or module._compiled_call_impl is not None
+        or eval_frame.get_eval_frame_callback() is not None
+    )
+
+
+@run_as_it_is
+def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without Dynamo looking at its frames."""
+    callback = eval_frame.set_eval_frame(None)
+    try:
+        return function(*args)
+    finally:
+        eval_frame.set_eval_frame(callback)
+
+
+def keep_static(x: torch.Tensor) -> None:
+    """Let the sizes of an input be constants of its graph."""
+    torch._dynamo.mark_static(x)
+
+
+def new_hooks(
+    module: torch.nn.Module,
+    make: Callable[[], Any],
+    before: Callable[[Callable[..., Any]], Callable[..., Any]],
+    after: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Wrap the hooks before and after the forward that `make` registers on a module."""
+    tables = ((module._forward_pre_hooks, before), (module._forward_hooks, after))
+    old = [set(table) for table, _ in tables]
+    make()
+    for (table, wrap), known in zip(tables, old, strict=True):
+        for key in set(table) - known:
+            table[key] = wrap(table[key])
+
+
+def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """List what stands where `fully_shard` keeps the parameters of a unit, and is not of its making."""
+    found = []
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        for param in group.fsdp_params:
+            info = param._module_info
+            value = info.module._parameters.get(info.param_name)
+            if (
+                value is not None
+                and value is not param.sharded_param
+                and value is not getattr(param, "_unsharded_param", None)
+            ):
+                found.append((info.module, info.param_name, value))
+    return found
+
+
+def put_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter, as `torch.func.functional_call` does for a call."""
+    module._parameters[name] = value  # type: ignore[assignment]
+
+
+def keep_order(namespace: str) -> None:
+    """Let the ops of a namespace run in the order of the program in compiled code, all of them.
+
+    They send: what a rank left out because it needs no result of it, or did in another order, would be a hang. Public
+    when `torch.library` lets an op name its effects.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(f"{namespace}::"):
+            torch.library._register_effectful_op(name.partition(".")[0], EffectType.ORDERED)

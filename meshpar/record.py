@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-KINDS = ("halo", "statistics", "reduction", "redistribute", "gather", "random", "batch")
+import torch
+from torch import Tensor
+
+KINDS = ("halo", "statistics", "reduction", "redistribute", "gather", "random", "batch", "parameters")
 """halo: rows by `fetch`; statistics: moments of norms; reduction: sums over ranks; redistribute: a change of
 placements that a rule asks for; gather: no rule, the input was replicated; random: seeds and generator states;
-batch: sizes of the local batches."""
+batch: sizes of the local batches; parameters: those that compiled code gathers, and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,15 @@ class Entry:
 
 @dataclass
 class Record:
-    """Collect entries while it is open; see `record`."""
+    """Collect entries while it is open; see `record`.
+
+    Args:
+        entries: what was communicated.
+        calls: torch functions that met activations, each with "rule" or "gather", and the arguments they were given.
+    """
 
     entries: list[Entry] = field(default_factory=list)
+    calls: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
     def select(self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None) -> list[Entry]:
         """List the entries of a kind, an axis, a direction."""
@@ -107,11 +117,38 @@ def record() -> Iterator[Record]:
         _OPEN[:] = [other for other in _OPEN if other is not log]
 
 
+def is_open() -> bool:
+    """Tell whether anybody records."""
+    return bool(_OPEN)
+
+
+def num_gathers() -> int:
+    """Count the gathers in the record that was opened first."""
+    return len(_OPEN[0].gathers()) if _OPEN else 0
+
+
+def note_call(op: str, status: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Add a call of a torch function to every open record; of its arguments, those that are no tensors."""
+    told = [str(value) for value in args if _is_told(value)]
+    told += [f"{name}={value}" for name, value in kwargs.items() if _is_told(value)]
+    for log in _OPEN:
+        log.calls.setdefault((op, status), set()).add(", ".join(told))
+
+
+def _is_told(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_told(item) for item in value)
+    return isinstance(value, bool | int | float | complex | str | slice | torch.dtype) and not isinstance(value, Tensor)
+
+
 def note(
     label: str, kind: str, axis: str, num_bytes: int, *, num_messages: int = 1, backward: bool = False, why: str = ""
 ) -> None:
-    """Add an entry to every open record. `label` is what `here` gave in the forward pass."""
-    if _OPEN:
+    """Add an entry to every open record. `label` is what `here` gave in the forward pass.
+
+    Nothing is sent while a compiler traces: what compiled code sends is noted by its ops, when they run.
+    """
+    if _OPEN and not torch.compiler.is_compiling():
         where, _, op = label.rpartition("|")
         entry = Entry(where, op, kind, axis, num_bytes, num_messages, backward, why)
         for log in _OPEN:
@@ -121,6 +158,11 @@ def note(
 def here(op: str) -> str:
     """Give the label of an op that runs now: module path and op name. The backward pass is given it too."""
     return f"{_PATH[-1]}|{op}" if _PATH else f"|{op}"
+
+
+def where() -> str:
+    """Give the path of the module that runs now."""
+    return _PATH[-1] if _PATH else ""
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ its calls meet the rules.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from torch.nn.utils import parametrize
 from meshpar import private, record
 from meshpar.errors import SpecError, explain
 from meshpar.spmd import Policy, Spmd, is_on
+from meshpar.traced import Traced, as_node
 
 STATE = "_meshpar"
 """Name of the attribute in which a rewritten module keeps its `State`."""
@@ -49,12 +51,23 @@ def state_of(module: nn.Module) -> State | None:
 def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a forward under the mode, which is entered where it is not on: in a recomputation it never is."""
     state: State = module.__dict__[STATE]
+    if torch.compiler.is_compiling():
+        return _run_traced(state, forward, args, kwargs)
     with record.inside(state.path):
         if state.entry is not None:
             args, kwargs = state.entry(args, kwargs)
         if is_on():
             return forward(*args, **kwargs)
         with Spmd(state.policy):
+            return forward(*args, **kwargs)
+
+
+def _run_traced(state: State, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a forward while Dynamo traces it."""
+    with record.inside(state.path):
+        if any(isinstance(mode, Traced) for mode in private.function_modes()):
+            return forward(*args, **kwargs)
+        with Traced(state.policy):
             return forward(*args, **kwargs)
 
 
@@ -67,7 +80,13 @@ class _Conv:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         from meshpar.rules.conv import convolve
 
-        return convolve(
+        run_it: Callable[..., Tensor] = convolve
+        if torch.compiler.is_compiling():
+            run_it = functools.partial(as_node, convolve, conv.__dict__[STATE].policy)
+        elif record.is_open():
+            given = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
+            record.note_call(f"F.conv{len(conv.kernel_size)}d", "rule", (), given)
+        return run_it(
             input,
             conv.weight,
             conv.bias,
@@ -192,7 +211,7 @@ def _replaced(value: Any, memo: dict[int, nn.Module]) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_replaced(item, memo) for item in value)
     if isinstance(value, dict) and hasattr(value, "copy"):
-        twin = value.copy()
+        twin = copy.copy(value)  # the method `copy` of subclasses may lose their attributes
         for key, item in value.items():
             twin[key] = _replaced(item, memo)
         return twin
@@ -243,3 +262,56 @@ def with_entry(module: nn.Module, entry: Any, policy: Policy) -> None:
     """Tell the root of a model what to do with the arguments of a call from outside."""
     state: State = module.__dict__[STATE]
     module.__dict__[STATE] = replace(state, entry=entry, policy=policy)
+    module.__class__ = _root_class(type(module))
+
+
+def _root_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Make the class of a root: under `torch.compile` its arguments are cut before the graph begins."""
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__call__": _called,
+    }
+    return type(cls.__name__, (cls,), {"_meshpar_aware": True, **names})
+
+
+@private.run_as_it_is
+def _called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a root: as any module, but for what a graph cannot hold, the exchange of the sizes of a batch."""
+    if not private.compiles(self):
+        return nn.Module.__call__(self, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        _refuse_plain(args, kwargs)
+    else:
+        state: State = self.__dict__[STATE]
+        args, kwargs = private.outside_graphs(_enter, state, args, kwargs)
+    return _within(self, args, kwargs)
+
+
+def _within(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a root with activations: here begins the graph."""
+    return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _enter(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make activations of the arguments; every shape of them has a graph of its own."""
+    assert state.entry is not None
+    args, kwargs = state.entry(args, kwargs)
+    for x in private.pytree.tree_leaves((args, kwargs)):
+        if isinstance(x, DTensor):
+            private.keep_static(x)
+    return args, kwargs
+
+
+def _refuse_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor) and not isinstance(x, DTensor):
+            raise SpecError(
+                explain(
+                    "a parallel model inside of a compiled function: its inputs are plain tensors.",
+                    got=f"a tensor {tuple(x.shape)}",
+                    needs="activations: the sizes of a batch are exchanged between ranks, which no graph can do",
+                    fix="x = shard_batch(x, mesh_of(model)) before the compiled function; or compile the model itself",
+                )
+            )

@@ -9,6 +9,7 @@ package is imported, and for each thread the policies of the modes in force.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import warnings
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from meshpar import pieces, private, record, views
+from meshpar import canvas, pieces, private, record, views
 from meshpar.errors import GatherError, GatherWarning, ShardingError, SpecError, explain
 from meshpar.mesh import is_ours
 from meshpar.private import pytree
@@ -100,6 +101,18 @@ def policy() -> Policy:
     return stack[-1] if stack else Policy()
 
 
+@contextlib.contextmanager
+def under(told: Policy) -> Iterator[None]:
+    """Let a policy be in force inside the block, for rules that run without a mode, in a graph."""
+    if not hasattr(_POLICIES, "stack"):
+        _POLICIES.stack = []
+    _POLICIES.stack.append(told)
+    try:
+        yield
+    finally:
+        _POLICIES.stack.pop()
+
+
 def rule(*functions: Callable[..., Any], status: str = "rule") -> Callable[[Handler], Handler]:
     """Register a handler for torch functions."""
 
@@ -149,9 +162,9 @@ class Spmd(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         found: list[DTensor] = []
-        _find(args, found)
+        find(args, found)
         if kwargs:
-            _find(kwargs.values(), found)
+            find(kwargs.values(), found)
         if not found:
             if func in ALWAYS:
                 return RULES[func].handler(*args, **kwargs)
@@ -165,7 +178,7 @@ class Spmd(TorchFunctionMode):
             args, kwargs = _adopt((args, kwargs), ours[0].device_mesh)
         if any(x.device_mesh != ours[0].device_mesh for x in ours):
             _refuse_meshes(func, ours)
-        return call(func, args, kwargs)
+        return _logged_call(func, args, kwargs) if record.is_open() else call(func, args, kwargs)
 
 
 def same_numbers(*args: Any, **kwargs: Any) -> Any:
@@ -173,20 +186,58 @@ def same_numbers(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
+def lay_canvas(target: DTensor, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Stand in the registry for what lays out a canvas before the first write into it (see `rules.factory`)."""
+    raise NotImplementedError
+
+
+def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that the model calls, and put it in the record with what became of it."""
+    before = record.num_gathers()
+    result = call(func, args, kwargs)
+    status = "gather" if record.num_gathers() > before else "rule"
+    record.note_call(name_of(func), status, args, kwargs)
+    return result
+
+
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that meets activations: by its rule, else by the gather."""
-    result = _call(func, args, kwargs)
+    result = _laid_call(func, args, kwargs)
     if views.gives_views(func):
         views.remember(func, args, kwargs, result)
     elif args and views.is_linked(args[0]) and _may_write(func, args, kwargs):
-        views.after_write(args[0], _call)
+        views.after_write(args[0], _laid_call)
     return result
 
 
 def _may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call writes into its first argument: by its name, or by `inplace`, which may be positional."""
-    named = _writes_in_place(func) or bool(kwargs.get("inplace"))
-    return named or (isinstance(func, FunctionType) and any(x is True for x in args[1:]))
+    if _writes_in_place(func) or kwargs.get("inplace"):
+        return True
+    at = _inplace_position(func) if isinstance(func, FunctionType) else None
+    return at is not None and len(args) > at and bool(args[at])
+
+
+@functools.lru_cache(maxsize=1024)
+def _inplace_position(func: FunctionType) -> int | None:
+    """Give the position of the argument `inplace`: other arguments may be True for reasons of their own."""
+    names = list(inspect.signature(func, follow_wrapped=False).parameters)
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _laid_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function; a canvas that it writes into is laid out first."""
+    for target in _targets(func, args, kwargs):
+        if canvas.is_free(target):
+            RULES[lay_canvas].handler(target, func, args)
+    return _call(func, args, kwargs)
+
+
+def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Give the tensors that a call writes into."""
+    if kwargs and (out := kwargs.get("out")) is not None:
+        return tuple(out) if isinstance(out, tuple | list) else (out,)
+    return (args or tuple(kwargs.values()))[:1] if _may_write(func, args, kwargs) else ()
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,14 +255,15 @@ _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """The names of numpy that torch takes too."""
 
 
-def _find(items: Iterable[Any], found: list[DTensor]) -> None:
+def find(items: Iterable[Any], found: list[DTensor]) -> None:
+    """Collect the DTensors in arguments, and in lists, tuples and dicts among them."""
     for item in items:
         if isinstance(item, DTensor):
             found.append(item)
         elif type(item) in (list, tuple):
-            _find(item, found)
+            find(item, found)
         elif type(item) is dict:
-            _find(item.values(), found)
+            find(item.values(), found)
 
 
 def _adopt(tree: Any, mesh: DeviceMesh) -> Any:
@@ -331,7 +383,7 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """
     op = name_of(func)
     found: list[DTensor] = []
-    _find((args, kwargs), found)
+    find((args, kwargs), found)
     out = kwargs.get("out")
     target = args[0] if args and _writes_in_place(func) else out
     if target is not None:

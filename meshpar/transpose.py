@@ -1,23 +1,13 @@
-"""`transposed`: shards move from one dim to another, which an all-to-all of blocks does.
+"""`transposed`: the shards of an activation move from one dim to another.
 
-Invariant: every block goes to a peer once; both layouts are canonical. The op is opaque to the compiler and its own
-transpose, so that it is differentiable any number of times.
+Invariant: the activation stays the same and its layout canonical; only the dim that lies along an axis changes.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from meshpar import pieces, private
-from meshpar.intervals import chunks
-from meshpar.messages import exchange
-from meshpar.record import here
-
-_REQUEST = "int old, int new, int rows, str group_name, str axis, str label"
-torch.library.define("meshpar::transpose", f"(Tensor x, {_REQUEST}, bool backward) -> Tensor")
+from meshpar import pieces
 
 
 def transposed(x: DTensor, axis: int, dim: int, op: str) -> DTensor:
@@ -38,85 +28,6 @@ def transposed(x: DTensor, axis: int, dim: int, op: str) -> DTensor:
     placement = x.placements[axis]
     assert isinstance(placement, Shard), f"{op}: {placement} on axis {axis}"
     dim %= x.dim()
-    if placement.dim == dim:
-        return x
-    mesh = x.device_mesh
-    placements = [Shard(dim) if i == axis else p for i, p in enumerate(x.placements)]
-    piece = pieces.local(x)
-    if mesh.size(axis) > 1:
-        assert not pieces.shard_axes(x, dim), f"{op}: dim {dim} is sharded already"
-        group, name = mesh.get_group(axis), pieces.axes_of(mesh)[axis]
-        rows = x.shape[placement.dim]
-        piece = torch.ops.meshpar.transpose.default(
-            piece, placement.dim, dim, rows, group.group_name, name, here(op), backward=False
-        )
-    return pieces.whole(piece, mesh, placements, x.shape)
-
-
-@torch.library.impl("meshpar::transpose", "default")
-def _kernel(
-    x: Tensor,
-    old: int,
-    new: int,
-    rows: int,
-    group_name: str,
-    axis: str,
-    label: str,
-    backward: bool,  # noqa: FBT001
-) -> Tensor:
-    group = private.group_by_name(group_name)
-    me, p = group.rank(), group.size()
-    before, after = chunks(rows, p), chunks(x.shape[new], p)
-    out = _fake(x, old, new, rows, group_name, axis, label, backward)
-    a, b = after[me]
-    messages, buffers = [], []
-    for peer in range(p):
-        if peer == me:
-            continue
-        c, d = after[peer]
-        messages.append((peer, x.narrow(new, c, d - c).contiguous().resolve_conj().resolve_neg()))
-        shape = list(out.shape)
-        shape[old] = before[peer][1] - before[peer][0]
-        buffers.append((peer, torch.empty(shape, dtype=x.dtype, device=x.device)))
-
-    def place(peer: int, block: Tensor) -> None:
-        c, d = before[peer]
-        out.narrow(old, c, d - c).copy_(block)
-
-    def place_own() -> None:
-        place(me, x.narrow(new, a, b - a))
-
-    exchange(messages, buffers, group, axis, label, kind="redistribute", backward=backward, meanwhile=place_own)
-    for peer, block in buffers:
-        place(peer, block)
-    return out
-
-
-def _fake(
-    x: Tensor,
-    old: int,
-    new: int,
-    rows: int,
-    group_name: str,
-    axis: str,
-    label: str,
-    backward: bool,  # noqa: FBT001
-) -> Tensor:
-    group: dist.ProcessGroup = private.group_by_name(group_name)
-    a, b = chunks(x.shape[new], group.size())[group.rank()]
-    shape = list(x.shape)
-    shape[old], shape[new] = rows, b - a
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
-
-
-def _context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, old, new, _, group_name, axis, label, _ = inputs
-    ctx.request = new, old, x.shape[new], group_name, axis, label
-
-
-def _backward(ctx, g):  # type: ignore[no-untyped-def]
-    return (torch.ops.meshpar.transpose.default(g, *ctx.request, backward=True), *[None] * 7)
-
-
-torch.library.register_fake("meshpar::transpose", _fake)
-torch.library.register_autograd("meshpar::transpose", _backward, setup_context=_context)
+    assert placement.dim == dim or not pieces.shard_axes(x, dim), f"{op}: dim {dim} is sharded already"
+    target = [Shard(dim) if i == axis else p for i, p in enumerate(x.placements)]
+    return pieces.moved(x, target, op)

@@ -65,7 +65,7 @@ def remember(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Note that `result` came out of a function that gives views."""
     base = args[0] if args else None
     name = getattr(func, "__name__", "")
-    if not isinstance(base, DTensor) or torch.compiler.is_compiling():
+    if not isinstance(base, DTensor):
         return
     if name == "__getitem__" and not _is_basic(args[1]):
         return  # torch copies here too
@@ -125,7 +125,7 @@ def _views_of(x: DTensor) -> Iterator[DTensor]:
 
 def _differ(a: DTensor, b: DTensor) -> bool:
     """Tell whether a write into one is not in the other already: other memory, or a gradient to be kept."""
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return True
     places = [pieces.local(x).untyped_storage().data_ptr() for x in (a, b)]
     return places[0] != places[1] or 0 in places

@@ -9,6 +9,7 @@ import pytest
 SLOW_FILES = (
     *("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_shortcut.py"),
     *("test_dead_peers.py", "test_rank_pool.py", "test_guard.py"),
+    "test_compile.py",
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -23,6 +24,7 @@ SLOW_NAMES = (
     "needs_no_launcher",
     "field_25",
     "two_sharded_dims",
+    "coverage_page",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

@@ -164,7 +164,7 @@ def adaptive_mean(x: DTensor, num_dims: int, output_size: OutputSize) -> DTensor
     """
     op = f"F.adaptive_avg_pool{num_dims}d"
     shape = checked_shape(_MEAN[num_dims], x, num_dims, output_size)
-    x = settle(x, range(x.dim()), op)
+    x = settle(x, range(x.dim()), op, nested=range(x.dim() - num_dims))
     if (nothing := _empty(x, shape)) is not None:
         return nothing
     piece, plan, reduced, placements = _prepared(x, shape, num_dims, op, mean=True)
@@ -192,7 +192,7 @@ def adaptive_max(x: DTensor, num_dims: int, output_size: OutputSize, *, indices:
     """
     op = f"F.adaptive_max_pool{num_dims}d"
     shape = checked_shape(_MAX_INDICES[num_dims], x, num_dims, output_size)
-    x = settle(x, range(x.dim()), op)
+    x = settle(x, range(x.dim()), op, nested=range(x.dim() - num_dims))
     if (nothing := _empty(x, shape)) is not None:
         return (nothing, _like_index(nothing)) if indices else (nothing,)
     piece, plan, reduced, placements = _prepared(x, shape, num_dims, op, mean=False)

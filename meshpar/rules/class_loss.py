@@ -81,7 +81,8 @@ def _class_loss(
         # Meta tensors let this pass; one process does not.
         func(torch.zeros(x.shape, dtype=x.dtype), torch.zeros(target.shape, dtype=target.dtype))
     if isinstance(x, DTensor):
-        x = settle(x, [dim for dim in range(x.dim()) if dim != classes], op)
+        others = [dim for dim in range(x.dim()) if dim != classes]
+        x = settle(x, others, op, nested=others)
     probabilities = target.shape == x.shape and target.is_floating_point()
     mesh, placements = _shared_placements(x, target, classes, probabilities=probabilities)
     without = [_minus_dim(placement, classes) for placement in placements]

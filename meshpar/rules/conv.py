@@ -20,12 +20,14 @@ from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
 from meshpar.spmd import gather_call, rule
+from meshpar.traced import direct
 
 _CONVS: dict[str, Callable[..., Tensor]] = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
 
 Size = int | Sequence[int]
 
 
+@direct
 def convolve(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +73,7 @@ def convolve(
     shape = checked_shape(_plain, x, num_dims, spec(weight), spec(bias), *options)
     first = x.dim() - num_dims
     keep = [*range(first - 1), *range(first, x.dim())]
-    x = settle(x, keep, f"F.{op}")
+    x = settle(x, keep, f"F.{op}", nested=range(first - 1))
     mesh, placements = x.device_mesh, x.placements
     own_weight = pieces.companion(weight, mesh, placements)
     own_bias = None if bias is None else pieces.companion(bias, mesh, placements)

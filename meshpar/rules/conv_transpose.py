@@ -95,7 +95,7 @@ def convolve_transposed(
     shape = checked_shape(function, x, num_dims, spec(weight), spec(bias), *options)
     _check_output_padding(op, *(per_dim(v, num_dims) for v in (output_padding, stride, dilation)))
     first = x.dim() - num_dims
-    x = settle(x, [*range(first - 1), *range(first, x.dim())], op)
+    x = settle(x, [*range(first - 1), *range(first, x.dim())], op, nested=range(first - 1))
     mesh, placements = x.device_mesh, x.placements
     own_weight = pieces.companion(weight, mesh, placements)
     own_bias = None if bias is None else pieces.companion(bias, mesh, placements)

@@ -129,7 +129,7 @@ def _choose(parts: Parts, *, maximum: bool) -> tuple[Tensor, Tensor]:
 
 def _along(func: Callable[..., Any], *, maximum: bool) -> Callable[..., Any]:
     kind = torch.return_types.max if maximum else torch.return_types.min
-    return reduction("dim keepdim", lambda parts: kind(_choose(parts, maximum=maximum)))(func)
+    return reduction("dim keepdim", lambda parts: kind(_choose(parts, maximum=maximum)), positions=True)(func)
 
 
 def _whole(func: Callable[..., Any], *, maximum: bool) -> Callable[..., Any]:
@@ -173,7 +173,7 @@ def _where_rule(*, maximum: bool) -> Callable[[Callable[..., Any]], Callable[...
             *,
             out: Any = None,
         ) -> Any:
-            x = settled(input, op)
+            x = settled(input, op, single=dims_of(dim, input.dim()))
             placements, shape, axes = reduced(x, dims_of(dim, x.dim()), keepdim)
             if not axes:
                 found = func(pieces.local(x), dim, keepdim)

@@ -17,29 +17,36 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
 from meshpar.intervals import Interval, Rows, chunks, concatenated, interval_rows
-from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.rules.view import remapped, reshaped
+from meshpar.rules.reshape import reshaped
+from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims
 from meshpar.spmd import functions, gather_call, rule
 
 # joining
 
 
-def _common(tensors: Sequence[Tensor]) -> tuple[DeviceMesh, list[Placement]]:
-    """Choose where operands of equal numbers of dims meet: axis by axis as the largest one that the axis shards."""
+def _common(tensors: Sequence[Tensor], along: int = -1) -> tuple[DeviceMesh, list[Placement]]:
+    """Choose where operands of equal numbers of dims meet: axis by axis as the largest one that the axis shards.
+
+    Several axes may shard a dim that one operand has along them, but for the one `along` which they are joined.
+    """
     activations = [x for x in tensors if isinstance(x, DTensor)]
     mesh = activations[0].device_mesh
     out: list[Placement] = []
     taken: set[int] = set()
     for axis in range(mesh.ndim):
         choices = [
-            (x.numel(), x.placements[axis].dim)  # type: ignore[attr-defined]
+            (x.numel(), placement.dim)  # type: ignore[attr-defined]
             for x in activations
-            if pieces.is_plain_shard(x.placements[axis])
+            if pieces.is_plain_shard(placement := x.placements[axis])
+            and (
+                mesh.size(axis) == 1
+                or placement.dim not in taken  # type: ignore[attr-defined]
+                or (placement in x.placements[:axis] and placement.dim != along)  # type: ignore[attr-defined]
+            )
         ]
-        free = [choice for choice in choices if choice[1] not in taken or mesh.size(axis) == 1]
-        out.append(Shard(max(free)[1]) if free else Replicate())
-        if free and mesh.size(axis) > 1:
-            taken.add(max(free)[1])
+        out.append(Shard(max(choices)[1]) if choices else Replicate())
+        if choices and mesh.size(axis) > 1:
+            taken.add(max(choices)[1])
     return mesh, out
 
 
@@ -56,7 +63,7 @@ def joined(tensors: Sequence[Tensor], dim: int, op: str) -> DTensor:
     if not any(isinstance(x, DTensor) for x in operands):
         operands = list(tensors)
     shape, dim = tuple(after.shape), dim % max(after.dim(), 1)
-    mesh, placements = _common(operands)
+    mesh, placements = _common(operands, dim)
     local = []
     axis = next((i for i, p in enumerate(placements) if p == Shard(dim) and mesh.size(i) > 1), None)
     sizes = [x.shape[dim] for x in operands]
@@ -131,8 +138,8 @@ for _name, _num_dims, _dim in (("hstack", 1, 1), ("vstack", 2, 0), ("row_stack",
 
 def parts(x: DTensor, sizes: Sequence[int], dim: int, op: str) -> tuple[DTensor, ...]:
     """Cut a dim into parts of some sizes, which add up to it; all rows travel in one exchange."""
-    x = settle(x, range(x.dim()), op)
     dim %= x.dim()
+    x = settle(x, range(x.dim()), op, nested=[d for d in range(x.dim()) if d != dim])
     mesh, piece = x.device_mesh, pieces.local(x)
     axis = sharded_dims(x).get(dim)
     shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in sizes]

@@ -47,8 +47,8 @@ def layer_norm(
     if not isinstance(input, DTensor):
         return not_an_activation(F.layer_norm, (input, shape, weight, bias, eps))  # type: ignore[no-any-return]
     check(_hollow_layer_norm, (input, weight, bias), shape, eps)
-    x = settle(input, range(input.dim()), "F.layer_norm")
-    first = x.dim() - len(shape)
+    first = input.dim() - len(shape)
+    x = settle(input, range(input.dim()), "F.layer_norm", nested=range(first))
     w, b = _trailing_weight(weight, x, first), _trailing_weight(bias, x, first)
     piece = clean_piece(x)
     sizes = merged_sizes(x, range(first, x.dim()))
@@ -113,8 +113,8 @@ def rms_norm(
     if not isinstance(input, DTensor):
         return not_an_activation(F.rms_norm, (input, shape, weight, eps))  # type: ignore[no-any-return]
     check(_hollow_rms_norm, (input, weight), shape, eps)
-    x = settle(input, range(input.dim()), "F.rms_norm")
-    first = x.dim() - len(shape)
+    first = input.dim() - len(shape)
+    x = settle(input, range(input.dim()), "F.rms_norm", nested=range(first))
     w = _trailing_weight(weight, x, first)
     piece = clean_piece(x)
     sizes = merged_sizes(x, range(first, x.dim()))

@@ -1,52 +1,78 @@
-"""Products with weights over an unsharded dim: `F.linear`, and matrices from the right.
+"""`F.linear`: features, the last dim, times a weight.
 
-Invariant: rows and samples stay where they are; a contraction over a sharded dim is not taken here.
+Invariant: rows and samples stay where they are. Whole features need nothing from other ranks; sharded ones, and
+sharded weights, are a product as any other (see `contract`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from meshpar import pieces
-from meshpar.rules.spatial import settle
-from meshpar.spmd import gather_call, rule
+from meshpar.rules.contract import contract
+from meshpar.rules.products import plus, shape_after
+from meshpar.spmd import gather_call, is_split, rule
 
 
 @rule(F.linear)
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Multiply the last dim by a weight.
 
     Args:
-        input: global shape (..., in_features), sharded along any dims but the last.
-        weight: plain, shape (out_features, in_features); all ranks hold it whole.
-        bias: plain, shape (out_features,), or None.
+        input: global shape (..., in_features), sharded along any dims.
+        weight: shape (out_features, in_features); plain, so that all ranks hold it whole, or an activation.
+        bias: shape (out_features,), or None; plain or an activation.
 
     Returns:
-        Global shape (..., out_features), placements of the input.
+        Global shape (..., out_features); placements of the input where its features are whole. The output of sharded
+        features is sharded along another dim.
 
     Communication:
-        None. A sharded last dim is gathered, and said.
+        None where the features and the weight are whole; else see `contract`.
 
     Raises:
         RuntimeError: features that do not fit, as torch does.
     """
-    if not isinstance(input, DTensor) or input.dim() == 0:
-        why = "the weight is an activation, the input is not"
-        return gather_call(F.linear, (input, weight, bias), {}, why=why)  # type: ignore[no-any-return]
-    _check(input, weight, bias)
-    x = settle(input, range(input.dim() - 1), "F.linear")
-    mesh, placements = x.device_mesh, x.placements
-    w = pieces.companion(weight, mesh, placements)
-    b = None if bias is None else pieces.companion(bias, mesh, placements)
-    out = F.linear(pieces.local(x), w, b)
-    return pieces.whole(out, mesh, placements, (*x.shape[:-1], *weight.shape[:-1]))
+    if not isinstance(input, DTensor) and not isinstance(weight, DTensor):
+        return gather_call(F.linear, (input, weight, bias), {}, why="the bias alone is an activation")
+    if torch.is_autocast_enabled(input.device.type) or not _fits(input, weight, bias):
+        shape_after(F.linear, (input, weight, bias))  # torch's own error: an empty piece might not raise it
+    if (
+        isinstance(input, DTensor)
+        and _is_usual(input, weight.dim())
+        and not any(isinstance(w, DTensor) and is_split(w) for w in (weight, bias))
+    ):
+        mesh, placements = input.device_mesh, input.placements
+        w = pieces.companion(weight, mesh, placements)
+        b = None if bias is None else pieces.companion(bias, mesh, placements)
+        out = F.linear(pieces.local(input), w, b)
+        return pieces.whole(out, mesh, placements, (*input.shape[:-1], *weight.shape[:-1]))
+    batch = tuple(str(i) for i in range(input.dim() - 1))
+    features = ("o",) if weight.dim() == 2 else ()
+    letters = ((*batch, "i"), (*features, "i"), (*batch, *features))
+    product = contract(input, weight, letters, F.linear, (*input.shape[:-1], *weight.shape[:-1]), "F.linear")
+    return product if bias is None else plus(product, bias)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise torch's own error for features that do not fit: an empty piece might not."""
-    if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.shape != weight.shape[:1]) or weight.dim() > 2:
-        meta = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, weight, bias)]
-        F.linear(meta[0], meta[1], meta[2])  # type: ignore[arg-type]
+def _is_usual(x: DTensor, weight_dims: int) -> bool:
+    """Tell whether features are whole; an axis of one rank may be said to shard them where the output has them too."""
+    last = Shard(x.dim() - 1)
+    alone = all(p != last or (weight_dims == 2 and x.device_mesh.size(i) == 1) for i, p in enumerate(x.placements))
+    return alone and all(p.is_replicate() or pieces.is_plain_shard(p) for p in x.placements)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether features fit; torch is asked, which takes longer, only where something looks wrong."""
+    return (
+        0 < weight.dim() <= 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[-1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and x.dtype == weight.dtype
+        and (bias is None or bias.dtype == x.dtype)
+    )

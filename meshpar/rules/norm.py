@@ -146,7 +146,7 @@ def _group_norm(
     check(_hollow_group_norm, (x, weight, bias), func, num_groups, eps)
     op = name_of(func)
     each = x.shape[1] // num_groups
-    x = settle(x, _keep(x, channels=_whole_groups(x, each)), op)
+    x = settle(x, _keep(x, channels=_whole_groups(x, each)), op, nested=(0,))
     w, b = _channel_weight(weight, x), _channel_weight(bias, x)
     piece = clean_piece(x)
     sizes = merged_sizes(x, range(2, x.dim()))
@@ -283,7 +283,7 @@ def _channel_norm(
     op = name_of(func)
     over_batch = func in (F.batch_norm, torch.batch_norm)
     kernel = torch.batch_norm if over_batch else torch.instance_norm
-    x = settle(x, range(x.dim()), op)
+    x = settle(x, range(x.dim()), op, nested=() if over_batch else (0,))
     w, b = _channel_weight(weight, x), _channel_weight(bias, x)
     piece = clean_piece(x)
     sizes = merged_sizes(x, [0, *range(2, x.dim())] if over_batch else range(2, x.dim()))

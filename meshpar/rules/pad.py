@@ -35,8 +35,8 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = 
     if not isinstance(input, DTensor) or isinstance(value, DTensor):
         return gather_call(F.pad, (input, amounts, mode, value), {}, why="the value is an activation")
     shape = _out_shape(tuple(input.shape), amounts, mode, value is not None)
-    x = settle(input, range(input.dim()), _OP)
-    by_dim = {x.dim() - 1 - i: amounts[2 * i : 2 * i + 2] for i in range(len(amounts) // 2)}
+    by_dim = {input.dim() - 1 - i: amounts[2 * i : 2 * i + 2] for i in range(len(amounts) // 2)}
+    x = settle(input, range(input.dim()), _OP, nested=[d for d in range(input.dim()) if not any(by_dim.get(d, ()))])
     mesh, start = x.device_mesh, pieces.local(x)
     piece, left = start, list(amounts)
     for dim, axis in sharded_dims(x).items():

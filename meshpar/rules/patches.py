@@ -20,8 +20,8 @@ from meshpar import pieces
 from meshpar.exchange import send_home
 from meshpar.intervals import Rows, count, window_size
 from meshpar.rules.conv import wanted_rows
-from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.rules.view import permute, remapped, reshaped, whole_along
+from meshpar.rules.reshape import reshaped
+from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims, whole_along
 from meshpar.rules.windows import fetch_or_cut, frozen, output_shape, per_dim, spec
 from meshpar.spmd import functions, gather_call, rule
 from meshpar.transpose import transposed
@@ -37,7 +37,9 @@ def _moved_off(x: DTensor, dim: int, choices: Sequence[int], op: str) -> DTensor
     free = [d for d in choices if d not in spread and x.shape[d] > 1]
     if free:
         return transposed(x, spread[dim], free[0], op)
-    return whole_along(x, [spread[dim]], op, f"dim {dim} is sharded, and no other dim can be")
+    # A single row lies on one rank: the others are told it, which is no gather of pieces.
+    why = f"dim {dim} is sharded, and no other dim can be" if x.shape[dim] > 1 else ""
+    return whole_along(x, [spread[dim]], op, why)
 
 
 def _rows_of(
@@ -189,9 +191,15 @@ def windows(x: DTensor, dimension: int, size: int, step: int) -> Any:
 # pixels and channels
 
 
-def _kept(y: DTensor, x: DTensor, op: str) -> DTensor:
-    """Bring an output back into the placements of its input: rows of a dim of size 1 may have become whole."""
-    return pieces.moved(y, x.placements, op)
+def _regrouped(piece: Tensor, x: DTensor, dim: int, n: int, r: int, op: str, *, split: bool) -> Tensor:
+    """Fetch n * r rows of a sharded dim in multiples of r, which will become one row; or back, when they were."""
+    axis = sharded_dims(x).get(dim)
+    if axis is None or r == 1:
+        return piece
+    canonical = pieces.axis_chunks(x.device_mesh, axis, n * r)
+    multiples = tuple((a * r, b * r) for a, b in pieces.axis_chunks(x.device_mesh, axis, n))
+    have, want = (canonical, multiples) if split else (multiples, canonical)
+    return fetch_rows(piece, dim, n * r, want, x.device_mesh, axis, op, have=have)
 
 
 @rule(*functions("pixel_shuffle"))
@@ -204,10 +212,15 @@ def pixel_shuffle(input: DTensor, upscale_factor: int) -> Any:
     op, r = "F.pixel_shuffle", upscale_factor
     shape = output_shape(torch.pixel_shuffle, "meta", spec(input), r)
     x = settle(input, range(input.dim()), op)
-    k, (height, width) = x.dim() - 3, x.shape[-2:]
-    apart = reshaped(x, (*x.shape[:k], shape[k], r, r, height, width), op)
-    mixed = permute(apart, *range(k + 1), k + 3, k + 1, k + 4, k + 2)
-    return _kept(reshaped(mixed, shape, op), x, op)
+    k = x.dim() - 3
+    piece = _regrouped(pieces.local(x), x, k, shape[k], r * r, op, split=True)
+    *lead, channels, height, width = piece.shape
+    apart = piece.reshape(*lead, channels // (r * r), r, r, height, width)
+    mixed = apart.permute(*range(k + 1), k + 3, k + 1, k + 4, k + 2)
+    piece = mixed.reshape(*lead, channels // (r * r), height * r, width * r)
+    for dim in (k + 1, k + 2):
+        piece = _regrouped(piece, x, dim, x.shape[dim], r, op, split=False)
+    return pieces.whole(piece, x.device_mesh, x.placements, shape)
 
 
 @rule(*functions("pixel_unshuffle"))
@@ -220,10 +233,15 @@ def pixel_unshuffle(input: DTensor, downscale_factor: int) -> Any:
     op, r = "F.pixel_unshuffle", downscale_factor
     shape = output_shape(torch.pixel_unshuffle, "meta", spec(input), r)
     x = settle(input, range(input.dim()), op)
-    k, (height, width) = x.dim() - 3, shape[-2:]
-    apart = reshaped(x, (*x.shape[: k + 1], height, r, width, r), op)
-    mixed = permute(apart, *range(k + 1), k + 2, k + 4, k + 1, k + 3)
-    return _kept(reshaped(mixed, shape, op), x, op)
+    k, piece = x.dim() - 3, pieces.local(x)
+    for dim in (k + 1, k + 2):
+        piece = _regrouped(piece, x, dim, shape[dim], r, op, split=True)
+    *lead, channels, height, width = piece.shape
+    apart = piece.reshape(*lead, channels, height // r, r, width // r, r)
+    mixed = apart.permute(*range(k + 1), k + 2, k + 4, k + 1, k + 3)
+    piece = mixed.reshape(*lead, channels * r * r, height // r, width // r)
+    piece = _regrouped(piece, x, k, x.shape[k], r * r, op, split=False)
+    return pieces.whole(piece, x.device_mesh, x.placements, shape)
 
 
 @rule(*functions("channel_shuffle", "native_channel_shuffle"))

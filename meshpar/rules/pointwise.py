@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from meshpar import pieces
+from meshpar import canvas, pieces
 from meshpar.errors import ShardingError, explain
 from meshpar.private import pytree
 from meshpar.spmd import RULES, call, functions, gather_call, layout_after, name_of, rule
@@ -69,7 +69,8 @@ def broadcast_placements(operands: Sequence[Tensor], shape: Sequence[int]) -> tu
             placement = x.placements[axis]
             if pieces.is_plain_shard(placement):
                 dim = placement.dim + len(shape) - x.dim()  # type: ignore[attr-defined]
-                if dim not in used:
+                nested = placement in x.placements[:axis]
+                if dim not in used or nested:
                     choices.append((shape[dim] == x.shape[placement.dim], x.numel(), -i, dim))  # type: ignore[attr-defined]
         dim = max(choices)[3] if choices else -1
         placements.append(Shard(dim) if choices else Replicate())
@@ -294,6 +295,8 @@ def keep_shape(func: Callable[..., Any]) -> Callable[..., Any]:
         rest, named = pytree.tree_map(lambda v: pieces.local(v) if isinstance(v, DTensor) else v, (args, kwargs))
         if not isinstance(x, DTensor):
             return func(x, *rest, **named)
+        if canvas.is_blank(x) and not named.get("memory_format"):
+            return canvas.mapped(x, lambda number: func(number, *rest, **named))
         out = func(pieces.local(x), *rest, **named)
         if not isinstance(out, Tensor):
             return out  # x.type() names the type

@@ -134,7 +134,7 @@ def _pooled(
     """
     kernels, strides, dilations, pads = windows
     first = x.dim() - len(kernels)
-    x = settle(x, range(x.dim()), op)
+    x = settle(x, range(x.dim()), op, nested=range(first))
     mesh = x.device_mesh
     piece = pieces.local(x)
     plan = []
@@ -252,7 +252,7 @@ def power_pool(
     """
     op = f"F.lp_pool{num_dims}d"
     checked_shape(_POWER[num_dims], x, num_dims, norm_type, kernel_size, stride, ceil_mode)
-    x = settle(x, range(x.dim()), op)
+    x = settle(x, range(x.dim()), op, nested=range(x.dim() - num_dims))
     if abs(norm_type) == float("inf"):
         sign = 1 if norm_type > 0 else -1
         sizes = _mapped(lambda piece: piece.abs() if sign > 0 else -piece.abs(), x)

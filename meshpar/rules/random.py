@@ -21,7 +21,7 @@ from meshpar import pieces, record
 from meshpar.mesh import axis_group, coordinate
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import settled
-from meshpar.spmd import RANDOM, call, functions, gather_call, name_of, rule, same_numbers
+from meshpar.spmd import RANDOM, call, functions, gather_call, is_split, name_of, rule, same_numbers
 
 _FACTORIES = (
     "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
@@ -189,7 +189,11 @@ def _dropout(func: Callable[..., Any]) -> Callable[..., Any]:
         if not training or p == 0.0:
             return input
         x = settled(input, op)
-        placements = x.placements
+        placements, piece = x.placements, pieces.local(x)
+        if not is_split(x):  # every rank draws for all: the numbers of one process
+            out = draw(plain, (piece, p, True), {}, x.device_mesh)
+            result = pieces.whole(out, x.device_mesh, placements, x.shape)
+            return write_into(input, result, op) if inplace else result
         if _masks_channels(short):
             # One number for each channel of each sample: all ranks that hold rows of it must draw the same.
             num = _num_masked(short, x.dim())
@@ -197,7 +201,6 @@ def _dropout(func: Callable[..., Any]) -> Callable[..., Any]:
             seed = piece_seed(x.device_mesh, shared, op)
         else:
             seed = piece_seed(x.device_mesh, placements, op)
-        piece = pieces.local(x)
         with seeded(piece.device, seed):
             out = plain(piece, p, True)  # noqa: FBT003
         result = pieces.whole(out, x.device_mesh, placements, x.shape)
@@ -218,8 +221,12 @@ def bernoulli(input: DTensor, *args: Any, generator: torch.Generator | None = No
     """Draw zeros and ones, other ones for every piece."""
     x = settled(input, "bernoulli")
     piece = pieces.local(x)
-    with seeded(piece.device, piece_seed(x.device_mesh, x.placements, "bernoulli", generator)):
-        out = torch.bernoulli(piece, *args, **{k: v for k, v in kwargs.items() if k != "out"})
+    given = {k: v for k, v in kwargs.items() if k != "out"}
+    if is_split(x):
+        with seeded(piece.device, piece_seed(x.device_mesh, x.placements, "bernoulli", generator)):
+            out = torch.bernoulli(piece, *args, **given)
+    else:  # every rank draws for all: the numbers of one process
+        out = draw(torch.bernoulli, (piece, *args), {"generator": generator, **given}, x.device_mesh)
     result = pieces.whole(out, x.device_mesh, x.placements, x.shape)
     return result if kwargs.get("out") is None else write_into(kwargs["out"], result, "bernoulli")
 
@@ -261,7 +268,10 @@ def gumbel_softmax(
         args = (logits, tau, hard, eps, dim)
         return gather_call(torch.nn.functional.gumbel_softmax, args, {}, why="it samples along a sharded dim")
     x = settled(logits, "gumbel_softmax")
-    piece = pieces.local(x)
-    with seeded(piece.device, piece_seed(x.device_mesh, x.placements, "gumbel_softmax")):
-        out = torch.nn.functional.gumbel_softmax(piece, tau, hard, eps, dim)
+    piece, sample = pieces.local(x), torch.nn.functional.gumbel_softmax
+    if is_split(x):
+        with seeded(piece.device, piece_seed(x.device_mesh, x.placements, "gumbel_softmax")):
+            out = sample(piece, tau, hard, eps, dim)
+    else:  # every rank draws for all: the numbers of one process
+        out = draw(sample, (piece, tau, hard, eps, dim), {}, x.device_mesh)
     return pieces.whole(out, x.device_mesh, x.placements, x.shape)

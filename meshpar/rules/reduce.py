@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces, record
+from meshpar.collectives import all_reduce
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.spatial import settle
 from meshpar.spmd import functions, name_of, rule
@@ -81,11 +81,9 @@ class _Spread(torch.autograd.Function):
 
 def all_reduced(g: Tensor, mesh: DeviceMesh, axes: Sequence[int], label: str) -> Tensor:
     """Add up a tensor over mesh axes in the backward pass."""
-    total = g.clone(memory_format=torch.contiguous_format)
     for group, name in pieces.groups_over(mesh, axes):
-        pieces.note_all_reduce(label, "reduction", group, name, total, backward=True)
-        dist.all_reduce(total, group=group)
-    return total
+        g = all_reduce(g, group, name, label, backward=True)
+    return g
 
 
 def dims_of(dim: Dims, num_dims: int) -> tuple[int, ...]:
@@ -128,9 +126,9 @@ def reduced(x: DTensor, dims: Sequence[int], keepdim: bool) -> tuple[list[Placem
     return placements, shape, tuple(axes)
 
 
-def settled(x: DTensor, op: str) -> DTensor:
-    """Keep all shards, one axis a dim."""
-    return settle(x, range(x.dim()), op)
+def settled(x: DTensor, op: str, *, single: Sequence[int] = ()) -> DTensor:
+    """Keep all shards; dims in `single` along one axis at the most."""
+    return settle(x, range(x.dim()), op, nested=[d for d in range(x.dim()) if d not in single])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,7 +166,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduction(
-    names: str, sharded: Callable[[Parts], Any], *, empty_means_none: bool = False
+    names: str, sharded: Callable[[Parts], Any], *, empty_means_none: bool = False, positions: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a handler of a torch function that reduces.
 
@@ -176,6 +174,7 @@ def reduction(
         names: names of the arguments after the input, in order.
         sharded: gives the local result, or several, where a sharded dim is reduced.
         empty_means_none: whether `dim=()` reduces nothing.
+        positions: whether the place of an element matters, so that one axis at the most may shard a reduced dim.
     """
     order = names.split()
 
@@ -188,9 +187,9 @@ def reduction(
                 return write_into(out, handler(input, *args, **kwargs), op)
             given = {**dict(zip(order, args, strict=False)), **kwargs}
             dim, keepdim = given.get("dim"), bool(given.get("keepdim", False))
-            x = settled(input, op)
             nothing = empty_means_none and dim is not None and not isinstance(dim, int) and len(dim) == 0
-            dims = () if nothing else dims_of(dim, x.dim())
+            dims = () if nothing else dims_of(dim, input.dim())
+            x = settled(input, op, single=dims if positions else ())
             placements, shape, axes = reduced(x, dims, keepdim)
             if axes:
                 expected = forecast(func, x, args, kwargs)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.intervals import Interval, chunks, hull
 from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
 from meshpar.spmd import call, gather_call, rule
@@ -98,7 +98,7 @@ def interpolate(
     if not input.is_floating_point() and not mode.startswith("nearest"):
         # torch interpolates uint8 in fixed point, and other integers not at all.
         return gather_call(F.interpolate, (input,), options, why=f"{mode} of {input.dtype}")
-    x = settle(input, range(input.dim()), _OP)
+    x = settle(input, range(input.dim()), _OP, nested=(0, 1))
     factors = None if sizes is not None or recompute_scale_factor else factors
     dims = _dims(x.shape, shape, factors)
     spread = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= 2}
@@ -109,7 +109,7 @@ def interpolate(
         axis = spread.get(dim)
         others = (*outs[: dim - 2], *outs[dim - 1 :])
         request = (dims[dim - 2], mode, bool(align_corners), bool(antialias), _wide(x.dtype), others)
-        made, want = _request(*request, 1 if axis is None else mesh.size(axis))
+        made, want = private.for_real(_request, *request, 1 if axis is None else mesh.size(axis))
         if axis is None:
             steps[dim] = (made, (0, x.shape[dim]), (0, shape[dim]))
             continue
@@ -151,22 +151,33 @@ def _rest_sizes(piece: Tensor, rest: Sequence[_Dim | None], *, scaled: bool) -> 
 
 def select(piece: Tensor, dim: int, taps: Taps, held: Interval, mine: Interval) -> Tensor:
     """Make output rows `mine` of a piece that holds the input rows `held`."""
-    rows = (taps.rows[:, mine[0] : mine[1]] - held[0]).to(piece.device)
-    if taps.back is not None:
-        back = (taps.back[mine[0] : mine[1]] - held[0]).to(piece.device)
+    rows, weights, back, start = private.for_real(_part, taps, held, mine)
+    rows = private.constant(rows, piece.device)
+    if back is not None:
+        back = private.constant(back, piece.device)
         ghost = piece.index_select(dim, back)
         return piece.detach().index_select(dim, rows[0]) + (ghost - ghost.detach())
-    if taps.weights is None:
-        start, num = int(rows[0, 0]), rows.shape[1]
-        if torch.equal(rows[0], torch.arange(start, start + num, device=rows.device)):
-            return piece.narrow(dim, start, num).clone()  # not the input itself: torch gives a new tensor
+    if weights is None:
+        if start is not None:
+            return piece.narrow(dim, start, rows.shape[1]).clone()  # not the input itself: torch gives a new tensor
         return piece.index_select(dim, rows[0])
-    weights = taps.weights[:, mine[0] : mine[1]].to(device=piece.device, dtype=piece.dtype)
+    weights = private.constant(weights, piece.device).to(piece.dtype)
     along = [-1 if d == dim else 1 for d in range(piece.dim())]
     out = piece.index_select(dim, rows[0]) * weights[0].view(along)
     for tap, weight in zip(rows[1:], weights[1:], strict=True):
         out = out + piece.index_select(dim, tap) * weight.view(along)
     return out
+
+
+def _part(taps: Taps, held: Interval, mine: Interval) -> tuple[Tensor, Tensor | None, Tensor | None, int | None]:
+    """Cut taps to output rows `mine`, counted from the first row held; and the first row, where all are consecutive."""
+    a, b = mine
+    rows = taps.rows[:, a:b] - held[0]
+    start = int(rows[0, 0]) if b > a else 0
+    straight = torch.equal(rows[0], torch.arange(start, start + rows.shape[1]))
+    weights = None if taps.weights is None else taps.weights[:, a:b]
+    back = None if taps.back is None else taps.back[a:b] - held[0]
+    return rows, weights, back, start if straight else None
 
 
 def _plain(value: Any) -> Any:

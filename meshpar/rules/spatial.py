@@ -1,15 +1,16 @@
 """What the spatial rules share: placements that a rule can work with, and rows from other ranks.
 
-Invariant: after `settle` every dim is sharded by one axis at the most, in canonical layout, and nothing is `Partial`.
+Invariant: after `settle` nothing is `Partial`, and every dim is sharded in canonical layout: by one axis at the most,
+but for the dims along which a rule said that it takes nested shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
 from meshpar.exchange import fetch
@@ -17,13 +18,14 @@ from meshpar.intervals import Interval, Rows
 from meshpar.spmd import announce_gather
 
 
-def settle(x: DTensor, keep: Collection[int], op: str) -> DTensor:
+def settle(x: DTensor, keep: Collection[int], op: str, *, nested: Collection[int] = ()) -> DTensor:
     """Bring an activation into placements that a rule can work with.
 
     Args:
         x: activation.
         keep: dims (not negative) that may stay sharded: batch dims and those whose rows the rule can fetch.
         op: name of the op, for the record.
+        nested: those of them that several axes may shard: along these the rule treats every row alike.
 
     Communication:
         None as a rule. A dim sharded otherwise is gathered, and said; a `Partial` is reduced.
@@ -33,7 +35,7 @@ def settle(x: DTensor, keep: Collection[int], op: str) -> DTensor:
     for axis, placement in enumerate(x.placements):
         ok = pieces.is_plain_shard(placement) and placement.dim in keep  # type: ignore[attr-defined]
         alone = x.device_mesh.size(axis) == 1
-        if ok and (alone or placement.dim not in used):  # type: ignore[attr-defined]
+        if ok and (alone or placement.dim not in used or placement.dim in nested):  # type: ignore[attr-defined]
             target.append(placement)
             if not alone:
                 used.add(placement.dim)  # type: ignore[attr-defined]
@@ -72,3 +74,18 @@ def fetch_rows(
     name = pieces.axes_of(mesh)[axis]
     held = pieces.axis_chunks(mesh, axis, n) if have is None else have
     return fetch(piece, dim, held, want, mesh.get_group(axis), axis=name, op=op, fill=fill)
+
+
+def remapped(placements: Sequence[Placement], to: Mapping[int, int]) -> list[Placement]:
+    """Give placements after dims were renumbered; a shard of a dim that is gone becomes `Replicate`."""
+    return [Shard(to[p.dim]) if isinstance(p, Shard) and p.dim in to else Replicate() for p in placements]
+
+
+def whole_along(x: DTensor, axes: Sequence[int], op: str, why: str = "") -> DTensor:
+    """Bring all rows to every rank of some mesh axes: announced as a gather where a reason is given."""
+    if not axes:
+        return x
+    if why:
+        announce_gather(op, [x], why)
+    target = [Replicate() if i in axes else p for i, p in enumerate(x.placements)]
+    return pieces.moved(x, target, op, "gather" if why else "redistribute", why)

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import pieces, private, record
+from meshpar import pieces
+from meshpar.collectives import all_gather, all_reduce
 from meshpar.mesh import axes_in
 
 TINY = 1e-20
@@ -89,9 +89,7 @@ def merged(mean: Tensor, var: Tensor, plan: Statistics) -> tuple[Tensor, Tensor]
         spanned = axes_in(plan.mesh, name)
         axes = [axis for axis in plan.axes if pieces.axes_of(plan.mesh)[axis] in spanned]
         mine = torch.stack([mean, var]).to(_sent(plan))
-        found = mine.new_empty((group.size(), *mine.shape))
-        record.note(plan.label, "statistics", name, mine.numel() * mine.element_size() * (group.size() - 1))
-        private.all_gather(found.view(-1), mine.view(-1), group)
+        found = all_gather(mine, group, name, plan.label, kind="statistics")
         parts = shares(tuple(plan.sizes[axis] for axis in axes))
         mean, var = combined(found[:, 0].double(), found[:, 1].double(), parts)
     return mean.double(), var.double()
@@ -197,10 +195,9 @@ def _channel_sums(g: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def all_reduced(x: Tensor, plan: Statistics, *, backward: bool) -> Tensor:
-    """Add up a small tensor over the axes of the plan, in place."""
+    """Add up a small tensor over the axes of the plan."""
     for group, name in pieces.groups_over(plan.mesh, plan.axes):
-        pieces.note_all_reduce(plan.label, "statistics", group, name, x, backward=backward)
-        dist.all_reduce(x, group=group)
+        x = all_reduce(x, group, name, plan.label, kind="statistics", backward=backward)
     return x
 
 
@@ -210,7 +207,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan, backward):  # type: ignore[no-untyped-def]
         ctx.plan = plan
-        return all_reduced(x.clone(memory_format=torch.contiguous_format), plan, backward=backward)
+        return all_reduced(x, plan, backward=backward) if plan.axes else x.clone()
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]

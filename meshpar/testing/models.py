@@ -93,7 +93,7 @@ def _compare(
     given = _fresh(model, dtype)
     reference = copy.deepcopy(given) if isinstance(model, nn.Module) else _fresh(model, dtype)
     _same_values(given, reference)
-    before = {name: value.detach().clone() for name, value in given.state_dict().items()}
+    before = {name: value.detach().clone() for name, value in _tensors(given).items()}
     told = {"on_gather": "allow" if gathers else "error", **options}
     if shard_parameters:
         parallel = parallelize(given, the_mesh, **told)
@@ -123,25 +123,38 @@ def _compare(
         errors.update(compare_gradients(f"gradient of input {i}", x, ref, tolerance))
     errors.update(_compare_parameters(parallel, reference, tolerance))
     errors.update(_compare_states(parallel, reference, tolerance))
-    for name, value in given.state_dict().items():
+    for name, value in _tensors(given).items():
         if not torch.equal(value, before[name]):
             text = f"{name}: the model given to parallelize was changed"
             raise Difference(text)
     return Report(errors, log)
 
 
+def _converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert floating-point tensors, and complex ones to the complex type of that width (`Module.to` drops parts)."""
+
+    def convert(x: Tensor) -> Tensor:
+        return x.to(dtype.to_complex()) if x.is_complex() else x.to(dtype) if x.is_floating_point() else x
+
+    model._apply(convert)
+    return model
+
+
 def _fresh(model: Model, dtype: torch.dtype) -> nn.Module:
     if isinstance(model, nn.Module):
-        return copy.deepcopy(model).to(dtype)
+        return _converted(copy.deepcopy(model), dtype)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return model().to(dtype)
+        return _converted(model(), dtype)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Give the tensors of a state dict: what else a model puts there is compared by its key alone."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _same_values(a: nn.Module, b: nn.Module) -> None:
-    wrong = [
-        n for (n, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True) if not torch.equal(x, y)
-    ]
+    wrong = [n for (n, x), y in zip(_tensors(a).items(), _tensors(b).values(), strict=True) if not torch.equal(x, y)]
     if wrong:
         text = f"the factory makes other values at its second call: {wrong[:3]}; seed it, or give the model itself"
         raise Difference(text)

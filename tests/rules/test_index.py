@@ -105,14 +105,64 @@ def test_every_index_of_a_single_row() -> None:
         run_ranks(several, p, spec, fns, (1, 2, 1, 3))
 
 
-@pytest.mark.parametrize(
-    "index",
-    [(ALL, ALL, torch.tensor([True, False, True, True, False])), (ALL, ALL, [[0, 1]]), (ALL, [0, 1], [0, 1]), True],
-    ids=str,
-)
-def test_masks_and_mixtures_on_sharded_dims_are_gathered_and_said(index: Any) -> None:
-    found = run_ranks(num_gathers, 4, "data=1,domain=4", functools.partial(get, index), IMAGE)
-    assert all(n > 0 for n in found)
+MASK_H = torch.tensor([True, False, True, True, False])
+LISTS: list[Any] = [
+    (ALL, ALL, MASK_H),
+    (ALL, ALL, [[0, 1]]),
+    (ALL, ALL, torch.tensor([[4, 0, 1], [2, 2, -1]])),
+    (ALL, [0, 1], [0, 4]),
+    (ALL, [[0], [3]], [0, 4, 4]),
+    (ALL, ALL, [1, 4, 0, 3], [5, 0, 2, 2]),
+    (ALL, [3, 0], ALL, [1, 4]),
+    (ALL, [3, 0], [2, 2], slice(1, 3)),
+    (0, ALL, [4, 1], None),
+    (ALL, 2, [4, 1], [0, 5]),
+    (ALL, ALL, torch.zeros(0, dtype=torch.int64)),
+    (ALL, ALL, torch.arange(30).view(5, 6) % 3 == 0),
+    (ALL, torch.arange(20).view(4, 5) % 3 == 1),
+    (ALL, ALL, [[3]]),
+    ([1, 2, 0], [0, 0, 3]),
+    (torch.arange(3), ALL, [4, 2, 0]),
+    (torch.arange(3)[:, None], ALL, [[4, 2], [0, 1], [0, 3]]),
+]
+
+
+@pytest.mark.parametrize("index", LISTS, ids=str)
+def test_lists_and_masks_on_sharded_dims(index: Any) -> None:
+    fns = [functools.partial(get, index), functools.partial(put_number, index)]
+    for spec in ("data=1,domain=4", "data=2,domain=2"):
+        # Two sharded dims, or a row of one, are read with lists, but not written.
+        beside = spec.startswith("data=2") and (isinstance(index[0], Tensor) or index[0] == 0)
+        run_ranks(several, 4, spec, fns[: 1 if beside else 2], IMAGE)
+
+
+def test_lists_that_no_rank_boundary_fits_are_gathered_and_said() -> None:
+    for index in (([2, 1, 0], ALL, [0, 1, 2]), True):
+        found = run_ranks(num_gathers, 4, "data=2,domain=2", functools.partial(get, index), IMAGE)
+        assert all(n > 0 for n in found)
+
+
+def picked(index: Any, x: Tensor, i: Tensor) -> Any:
+    return x[tuple(i if item == "i" else item for item in index)]
+
+
+def check_picked(spec: str, index: Any, layouts: tuple[str, str], *, plain: bool) -> None:
+    i = torch.randint(0, 3, (3, 5), generator=torch.Generator().manual_seed(3))
+    if plain:
+        fn = lambda i, x: picked(index, x, i)  # noqa: E731
+        assert_same(fn, [i], mesh=mesh_for(spec), layouts=layouts[1:], weights=[image(IMAGE)], tolerance=1e-12)
+    else:
+        fn = functools.partial(picked, index)
+        assert_same(fn, [image(IMAGE), i], mesh=mesh_for(spec), layouts=layouts, tolerance=1e-12)
+
+
+def test_an_index_that_is_an_activation() -> None:
+    cases: list[Any] = [("i",), (ALL, "i"), (ALL, ALL, "i"), (ALL, "i", torch.arange(5)), (1, ALL, ALL, "i")]
+    for spec in ("data=1,domain=4", "data=2,domain=2"):
+        for index in cases:
+            run_ranks(check_picked, 4, spec, index, ("_ _ _ _", "data domain"), plain=True)
+            run_ranks(check_picked, 4, spec, index, ("data _ _ domain", "data domain"), plain=False)
+            run_ranks(check_picked, 4, spec, index, ("_ domain _ _", "data _"), plain=False)
 
 
 def test_bytes_are_those_of_the_rows_that_move() -> None:
@@ -317,9 +367,32 @@ def test_writing_by_a_mask() -> None:
     run_ranks(check, 4, "data=2,domain=2", put_masked, IMAGE)
 
 
-def test_writing_to_a_list_of_sharded_rows_is_gathered_and_said() -> None:
-    found = run_ranks(num_gathers, 4, "data=1,domain=4", put_list, IMAGE)
-    assert all(n > 0 for n in found)
+def put_rows(index: Any, x: Tensor) -> Tensor:
+    y = x * 1.0
+    y[index] = (x[index] * 2.0).sin()
+    return y
+
+
+def test_writing_to_lists_of_sharded_rows() -> None:
+    fns: list[Any] = [put_list, *(functools.partial(put_rows, index) for index in (LISTS[0], LISTS[3], LISTS[5]))]
+    for spec in ("data=1,domain=4", "data=2,domain=2"):
+        run_ranks(several, 4, spec, fns, IMAGE)
+        run_ranks(check_row, 4, spec, (ALL, ALL, [4, 0]), (4, 2, 6))
+        run_ranks(check_row, 4, spec, (ALL, [1, 3], [4, 0]), (2, 6))
+
+
+def put_where(x: Tensor) -> Tensor:
+    y = x * 1.0
+    y[x[:, :, :, 0] > 0] = 3.0
+    y[x.sum((1, 2, 3)) > 0] = x[0]
+    y[torch.tensor([True, False, True])] = 0.5
+    y[y > 1] = x.max()
+    return y
+
+
+def test_writing_by_a_mask_of_the_first_dims() -> None:
+    for spec in ("data=1,domain=4", "data=2,domain=2"):
+        run_ranks(check, 4, spec, put_where, IMAGE)
 
 
 def failing(spec: str, index: Any) -> None:

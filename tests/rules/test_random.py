@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshpar.batch import shard
+from meshpar.batch import gather, shard
 from meshpar.record import record
 from meshpar.rewrite import rewrite
 from meshpar.spmd import spmd
@@ -66,7 +66,7 @@ def _factories() -> None:
         before = torch.get_rng_state()
         with spmd(mesh=mesh):
             found = fn(None) if name in FACTORIES else fn()
-        assert torch.equal(found, expected), name
+        assert torch.equal(gather(found), expected), name
         # Rank 0 has gone on as one process would; the others are where they were.
         assert torch.equal(torch.get_rng_state(), before) == (rank != 0), name
     for name, fn in FACTORIES.items():
@@ -76,7 +76,7 @@ def _factories() -> None:
         before = torch.get_rng_state()
         with spmd(mesh=mesh):
             found = fn(own)
-        assert torch.equal(found, expected), name
+        assert torch.equal(gather(found), expected), name
         assert torch.equal(torch.get_rng_state(), before), name
     with spmd():
         a, b = torch.randn(4), torch.randn(4)
