@@ -80,7 +80,9 @@ def _all_gather(x: Tensor, group_name: str, axis: str, label: str, kind: str, ba
     p = group.size()
     record.note(label, kind, axis, mine.numel() * mine.element_size() * (p - 1), backward=backward)
     out = torch.empty((p, *mine.shape), dtype=mine.dtype, device=mine.device)
-    private.all_gather(out.view(-1).view(torch.uint8), mine.view(-1).view(torch.uint8), group)
+    # A single number may have any stride: compiled code gives it 0.
+    flat = mine.as_strided((mine.numel(),), (1,))
+    private.all_gather(out.view(-1).view(torch.uint8), flat.view(torch.uint8), group)
     return out
 
 

@@ -187,6 +187,7 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
     if summed.size() == 1 or next(module.parameters(), None) is None:
         return
     left = _replicate_odd(module, chosen, summed)
+    private.keep_missing_gradients()
     shards = _Shards(summed)
     for unit in [*chosen, module]:
         # The root, too, frees its parameters after the forward: were they still there, `torch.autograd.grad` of them

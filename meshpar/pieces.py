@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from meshpar import record
+from meshpar import private, record
 from meshpar.alltoall import all_to_all
 from meshpar.collect import collect
 from meshpar.collectives import all_gather, all_reduce
@@ -113,15 +113,21 @@ def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shap
     )
 
 
-def overwrite(x: DTensor, value: DTensor) -> DTensor:
+def overwrite(x: DTensor, value: DTensor, *, alone: bool = False) -> DTensor:
     """Write values into an activation, of the same shape, dtype and placements.
+
+    `alone` says that nothing else sees the memory of x, or of the values.
 
     Autograd counts what is written into the DTensor; what rules have saved for the backward are pieces, so that they
     are told too: a gradient that would need the old numbers is an error then, as in torch.
     """
+    if alone:
+        # Nobody can tell whether the numbers came into this memory or the memory was exchanged, and nothing is copied.
+        with private.adopting():
+            x.copy_(value)
+        return x
     x.copy_(value)
-    with torch.no_grad():
-        torch.autograd.graph.increment_version(x.to_local())
+    private.count_write(x)
     return x
 
 

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch._C._dynamo import eval_frame
 from torch._library.effects import EffectType
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -82,6 +83,59 @@ def like(x: DTensor, piece: torch.Tensor) -> DTensor:
         meta = TensorMeta(x.shape, tuple(strides), piece.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(piece, spec, requires_grad=piece.requires_grad)
+
+
+def is_sole_owner(x: DTensor) -> bool:
+    """Tell whether nothing else sees the memory of a piece: no view, no saved tensor (no public name is planned)."""
+    piece = x._local_tensor
+    strides = zip(piece.stride(), piece.shape, strict=True)
+    if type(piece) is not torch.Tensor or any(s == 0 and n > 1 for s, n in strides):
+        return False
+    # The piece, the storage object just made, and what `from_local` made the piece a view of.
+    least = 2 + (piece._base is not None)
+    return torch._C._storage_Use_Count(piece.untyped_storage()._cdata) <= least
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Let `copy_` into a DTensor that is the sole owner of its memory take over the memory of its source."""
+    _ADOPTING.append(True)
+    try:
+        yield
+    finally:
+        _ADOPTING.pop()
+
+
+_ADOPTING: list[bool] = []
+
+
+def adopt(x: DTensor, source: torch.Tensor) -> bool:
+    """Take over the memory of a source, where `adopting` is in force."""
+    if not _ADOPTING or not isinstance(source, DTensor):
+        return False
+    old, new = x._local_tensor, source._local_tensor
+    if old.stride() != new.stride():
+        new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device).copy_(new)
+    x._local_tensor = new
+    return True
+
+
+def count_write(x: DTensor) -> None:
+    """Count a write into the piece of a DTensor (public: `increment_version`, but for DTensors it counts the outer)."""
+    torch.autograd.graph.increment_version(x._local_tensor)
+    if torch.compiler.is_compiling():
+        # AOTAutograd asks pieces for their history, which a view, as `from_local` makes them, would build anew.
+        x._local_tensor = x._local_tensor.detach()
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Tell whether somebody looks after saved tensors, activation checkpointing say (no public name is planned)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Count the writes into a tensor (public when `Tensor.version` comes)."""
+    return x._version
 
 
 def lay(x: DTensor, piece: torch.Tensor, placements: Sequence[Placement]) -> None:
@@ -233,6 +287,47 @@ def new_hooks(
     for (table, wrap), known in zip(tables, old, strict=True):
         for key in set(table) - known:
             table[key] = wrap(table[key])
+
+
+PART_SETTERS = tuple(getattr(torch.Tensor, part).__set__ for part in ("real", "imag"))
+"""What `x.real = y` and `x.imag = y` stand for."""
+
+
+@functools.cache
+def show_written_parts() -> None:
+    """Let the modes see `x.real = y` and `x.imag = y` on DTensors, which torch writes without asking them.
+
+    Public when these setters ask, as those of the other attributes do.
+    """
+    for write in PART_SETTERS:
+        part = write.__self__
+
+        def asking(x: DTensor, value: Any, write: Any = write) -> None:
+            if function_modes():
+                torch.overrides.handle_torch_function(write, (x,), x, value)
+            else:
+                write(x, value)
+
+        setattr(DTensor, part.__name__, property(part.__get__, asking))
+
+
+@functools.cache
+def keep_missing_gradients() -> None:
+    """Let the hooks of `fully_shard` pass on that an input of a unit has no gradient, from now on in this process.
+
+    They make zeros of it, plain ones, which nothing can add to the gradients of an activation (torch 2.13). Public when
+    they do not.
+    """
+    hooked = _fsdp_param_group.RegisterPostBackwardFunction
+    name = "setup_context" if "setup_context" in vars(hooked) else "forward"
+    told = getattr(hooked, name)
+
+    @functools.wraps(told)
+    def wrapped(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return told(ctx, *args)
+
+    setattr(hooked, name, staticmethod(wrapped))
 
 
 def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:

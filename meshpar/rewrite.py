@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from meshpar import private, record
 from meshpar.errors import SpecError, explain
 from meshpar.spmd import Policy, Spmd, is_on
-from meshpar.traced import Traced, as_node
+from meshpar.traced import Traced, as_node, number_of
 
 STATE = "_meshpar"
 """Name of the attribute in which a rewritten module keeps its `State`."""
@@ -50,7 +50,9 @@ def state_of(module: nn.Module) -> State | None:
 
 def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a forward under the mode, which is entered where it is not on: in a recomputation it never is."""
-    state: State = module.__dict__[STATE]
+    state = state_of(module)
+    if state is None:  # the model makes modules of the class of its own ones while it runs
+        return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_traced(state, forward, args, kwargs)
     with record.inside(state.path):
@@ -67,7 +69,7 @@ def _run_traced(state: State, forward: Callable[..., Any], args: tuple[Any, ...]
     with record.inside(state.path):
         if any(isinstance(mode, Traced) for mode in private.function_modes()):
             return forward(*args, **kwargs)
-        with Traced(state.policy):
+        with Traced(number_of(state.policy)):
             return forward(*args, **kwargs)
 
 
@@ -235,7 +237,7 @@ def _cached_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _make_class(cls: type[nn.Module], mixin: type | None) -> type[nn.Module]:
     if cls.__dict__.get("_meshpar_aware"):
         return cls
-    bases = (cls,) if mixin is None else (mixin, cls)
+    bases = (*(() if mixin is None else (mixin,)), *quietly(cls))
     inner = cls.forward if mixin is None else getattr(mixin, "forward", cls.forward)
     names: dict[str, Any] = {
         "_meshpar_aware": True,
@@ -252,6 +254,19 @@ def _make_class(cls: type[nn.Module], mixin: type | None) -> type[nn.Module]:
 
         made.forward = forward
     return made
+
+
+class _Unannounced:
+    """Keep from a user's class that we subclass it: its `__init_subclass__` may want arguments, or register."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def quietly(cls: type[nn.Module]) -> tuple[type, ...]:
+    """Give the bases of a subclass of which a user's class is not told."""
+    told = any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1] if base is not _Unannounced)
+    return (_Unannounced, cls) if told and not issubclass(cls, _Unannounced) else (cls,)
 
 
 def _has_forward(cls: type[nn.Module]) -> bool:

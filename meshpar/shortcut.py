@@ -46,6 +46,8 @@ def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ):
         with private.without_dtensor_handler(op):
             return op(*args, **kwargs)
+    if op is torch.ops.aten.copy_.default and private.adopt(first, args[1]):
+        return first
     pieces = [private.piece_of(x) if isinstance(x, DTensor) else x for x in args]
     out = op(*pieces, **kwargs)
     return first if out is pieces[0] else private.like(first, out)

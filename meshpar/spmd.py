@@ -149,6 +149,7 @@ class Spmd(TorchFunctionMode):
         if not hasattr(_POLICIES, "stack"):
             _POLICIES.stack = []
         private.wrap_checkpointed(_under_rules)
+        private.show_written_parts()
         _POLICIES.stack.append(self.policy)
         super().__enter__()
         return self
@@ -212,7 +213,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call writes into its first argument: by its name, or by `inplace`, which may be positional."""
-    if _writes_in_place(func) or kwargs.get("inplace"):
+    if _writes_in_place(func) or kwargs.get("inplace") or func in private.PART_SETTERS:
         return True
     at = _inplace_position(func) if isinstance(func, FunctionType) else None
     return at is not None and len(args) > at and bool(args[at])
@@ -441,7 +442,7 @@ def _check_targets(target: Any, op: str) -> None:
 
 
 def _writes_in_place(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]  # aten functions have the overload after it
     if name == "__setitem__" or (name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE):
         return True
     return name.endswith("_") and not name.endswith("__")
@@ -501,5 +502,11 @@ def spmd(*, on_gather: str = "warn", mesh: DeviceMesh | None = None) -> Iterator
         >>> with spmd():
         ...     pass
     """
-    with Spmd(Policy(on_gather=on_gather, mesh=mesh)):
-        yield
+    if torch.compiler.is_compiling():
+        from meshpar.traced import Traced, number_of_new
+
+        with Traced(number_of_new(on_gather, mesh)):
+            yield
+    else:
+        with Spmd(Policy(on_gather=on_gather, mesh=mesh)):
+            yield

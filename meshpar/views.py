@@ -29,12 +29,17 @@ _VIEW, _VIEWS = "_meshpar_view", "_meshpar_views"
 RESHAPES = frozenset(
     "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze ravel detach contiguous".split()  # noqa: SIM905
 )
-PERMUTES = frozenset(["permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"])
+PERMUTES = frozenset(
+    "permute transpose t swapaxes swapdims movedim moveaxis adjoint T mT H mH".split()  # noqa: SIM905
+)
 INDEXES = frozenset(["__getitem__", "narrow", "select"])
 OTHERS = frozenset(
     ["split", "split_with_sizes", "chunk", "tensor_split", "unbind", "expand", "expand_as", "broadcast_to", "diagonal"]
 )
-_NAMES = RESHAPES | PERMUTES | INDEXES | OTHERS
+PARTS = frozenset(["real", "imag"])
+TURNED = frozenset(["adjoint", "H", "mH"])
+"""Permutations that conjugate as well."""
+_NAMES = RESHAPES | PERMUTES | INDEXES | OTHERS | PARTS
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,15 @@ class View:
     part: int | None
 
 
+def _name(func: Callable[..., Any]) -> str:
+    """Name a function, and the getter of an attribute after the attribute."""
+    name: str = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
 def gives_views(func: Callable[..., Any]) -> bool:
     """Tell whether torch lets the result of a function share memory with its first argument."""
-    return getattr(func, "__name__", "") in _NAMES
+    return _name(func) in _NAMES
 
 
 def remember(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -136,8 +147,12 @@ def _copy(into: DTensor, value: Tensor, call: Call) -> None:
 
 
 def _write_back(base: DTensor, view: View, value: DTensor, call: Call) -> None:
-    name = getattr(view.func, "__name__", "")
-    if name in RESHAPES and name != "detach":
+    name = _name(view.func)
+    if name in TURNED and base.is_complex():
+        value = call(torch.conj_physical, (value,), {})
+    if name in PARTS:
+        call(getattr(Tensor, name).__set__, (base, value), {})
+    elif name in RESHAPES and name != "detach":
         _copy(base, call(torch.Tensor.reshape, (value, tuple(base.shape)), {}), call)
     elif name in PERMUTES:
         order = _order(view, base.dim())

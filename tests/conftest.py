@@ -1,7 +1,8 @@
 """Which tests the README's command leaves to `pytest -m slow`, which `.ci/run` runs as well.
 
-The drawn layers of `rules/test_layers.py` and every explicit case stay in the quick run; the drawn cases of single
-families, the exhaustive lists of functions, and the scenes with dying processes come in the slow one.
+The drawn layers of `rules/test_layers.py`, the explicit cases of the layers of a convolutional network and some whole
+networks stay in the quick run, which must end in two minutes or so; the other families, drawn cases, exhaustive lists
+of functions, compilation, and the scenes with dying processes come in the slow one.
 """
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 SLOW_FILES = (
     *("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_shortcut.py"),
     *("test_dead_peers.py", "test_rank_pool.py", "test_guard.py"),
-    "test_compile.py",
+    *("test_compile.py", "test_integration.py", "test_attention.py", "test_contract.py", "test_lookup.py"),
+    *("test_patches.py", "test_recurrent.py", "test_sample.py", "test_fft.py", "test_along.py", "test_differences.py"),
+    *("test_matrices.py", "test_factory.py", "test_layers_sphere.py", "test_parts.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -25,6 +28,8 @@ SLOW_NAMES = (
     "field_25",
     "two_sharded_dims",
     "coverage_page",
+    "rows_and_columns_merge",
+    "data=1,domain=4-windows",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

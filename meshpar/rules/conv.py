@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from meshpar import pieces
 from meshpar.intervals import Rows, chunks, window, window_rows
+from meshpar.rules.compact import halo_of, kept_once, shares_memory
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
 from meshpar.spmd import gather_call, rule
@@ -84,20 +85,28 @@ def convolve(
     kernels = tuple(weight.shape[2:])
     strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
     pads = _pads(padding, kernels, dilations)
-    empty = []
+    empty, own, halos, once = [], piece, [], True
     for dim, axis in sharded.items():
         i = dim - first
         n, p, out = x.shape[dim], mesh.size(axis), shape[dim]
         mode = "constant" if padding_mode == "zeros" else padding_mode
         want = wanted_rows(n, p, out, kernels[i], strides[i], dilations[i], *pads[i], mode)
-        me = mesh.get_local_rank(axis)
-        piece = fetch_or_cut(piece, dim, n, want, mesh, axis, f"F.{op}", pieces.axis_chunks(mesh, axis, n), me)
+        me, held = mesh.get_local_rank(axis), pieces.axis_chunks(mesh, axis, n)
+        before = piece
+        piece = fetch_or_cut(piece, dim, n, want, mesh, axis, f"F.{op}", held, me)
+        if not shares_memory(piece, before):
+            halos.append(halo_of(piece, dim, want[me], held[me]))
+        elif halos:
+            once = once and piece is before
+        else:
+            own = piece
         if piece.shape[dim] == 0:
             empty.append((dim, (kernels[i] - 1) * dilations[i] + 1))
     for dim, rows in empty:  # torch refuses a piece without rows: compute one output of zeros and cut it off
         piece = F.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, rows])
     inner = tuple((0, 0) if first + i in sharded else pad for i, pad in enumerate(pads))
-    result = _padded_conv(piece, own_weight, own_bias, strides, inner, dilations, groups, padding_mode, op)
+    with kept_once(piece, own, halos if once and not empty else []):
+        result = _padded_conv(piece, own_weight, own_bias, strides, inner, dilations, groups, padding_mode, op)
     for dim, _ in empty:
         result = result.narrow(dim, 0, 0)
     return pieces.whole(result, mesh, placements, shape)

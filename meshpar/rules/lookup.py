@@ -341,5 +341,7 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     most = max(int(call(torch.amax, (lying,), {})) + 1, minlength)
     own = None if weights is None else align(weights, mesh, placements, input.shape, op).detach()
     counts = torch.bincount(pieces.local(lying), own, most)
+    if own is not None:  # torch counts nothing in integers, whatever the weights
+        counts = counts.to(torch.bincount(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=own.dtype)).dtype)
     counts = pieces.psum(counts, mesh, list(sharded_dims(lying).values()), op)
     return pieces.whole(counts, mesh, pieces.replicated(mesh), counts.shape)

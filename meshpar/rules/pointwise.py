@@ -6,6 +6,7 @@ operand that spans a sharded dim is cut, not sent.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional as F
 
-from meshpar import canvas, pieces
+from meshpar import canvas, pieces, private
 from meshpar.errors import ShardingError, explain
 from meshpar.private import pytree
 from meshpar.spmd import RULES, call, functions, gather_call, layout_after, name_of, rule
@@ -222,8 +224,20 @@ def _write_mapped(
     if shape != target.shape:
         text = f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
         raise RuntimeError(text)
+    if private.is_sole_owner(target) and func in _SAVE_RESULTS and _alike(_tensors((target, *args), kwargs)):
+        # In place, torch saves the result, which the next op saves anyway, rather than the input.
+        value = map_pieces(functools.partial(_in_place_on_a_copy, func), (target, *args), kwargs)
+        return pieces.overwrite(target, value, alone=True)
     source = map_pieces(torch.clone, (target,), {}) if torch.is_grad_enabled() else target
     return write_into(target, map_pieces(func, (source, *args), kwargs), op, cast=False)  # type: ignore[no-any-return]
+
+
+_SAVE_RESULTS = (F.relu, F.leaky_relu, F.elu, F.selu, F.celu)
+"""What torch differentiates from the result where it runs in place, of the dtype of the input."""
+
+
+def _in_place_on_a_copy(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return func(x.clone(), *args, inplace=True, **kwargs)
 
 
 def _in_place(func: Callable[..., Any], outer: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,6 +273,28 @@ for _name in IN_PLACE:
 def copy_(target: Any, src: Tensor, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002
     """Write a tensor into an activation, cast and expanded."""
     return write_into(target, src, "Tensor.copy_")
+
+
+def _part_setter(name: str) -> Callable[..., None]:
+    getters = {part: getattr(torch.Tensor, part).__get__ for part in ("real", "imag")}
+    op = f"Tensor.{name}.__set__"
+
+    def handler(target: Any, value: Any) -> None:
+        """Write into the real or the imaginary part of an activation."""
+        _not_plain(target, op)
+        if not target.is_complex() and name == "real":
+            write_into(target, torch.as_tensor(value), op)
+            return
+        parts = {part: map_pieces(torch.clone, (call(get, (target,), {}),), {}) for part, get in getters.items()}
+        dtype = parts[name].dtype
+        write_into(parts[name], value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype), op)
+        write_into(target, map_pieces(torch.complex, (parts["real"], parts["imag"]), {}), op)
+
+    return handler
+
+
+for _name in ("real", "imag"):
+    rule(getattr(torch.Tensor, _name).__set__)(_part_setter(_name))
 
 
 @rule(torch.where, torch.Tensor.where)

@@ -22,6 +22,7 @@ from meshpar.mesh import axis_group, coordinate
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import settled
 from meshpar.spmd import RANDOM, call, functions, gather_call, is_split, name_of, rule, same_numbers
+from meshpar.traced import refuse_random
 
 _FACTORIES = (
     "rand randn randint randperm normal bernoulli multinomial poisson binomial rand_like randn_like randint_like "
@@ -139,6 +140,8 @@ def piece_seed(
     Communication:
         None where every axis shards; a broadcast of 8 bytes along each axis of several ranks that replicates.
     """
+    if torch.compiler.is_compiling():
+        refuse_random(op)
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, generator=generator)
     if mesh.device_type != "cpu":
         seed = seed.to(torch.device(mesh.device_type, torch.cuda.current_device()))

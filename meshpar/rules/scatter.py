@@ -97,11 +97,13 @@ def _aligned(x: Tensor, how: Agreement, dim: int, shape: Sequence[int], op: str)
         if not isinstance(placement, Shard):
             continue
         d, p, me = placement.dim, how.mesh.size(axis), how.mesh.get_local_rank(axis)
+        if p == 1:
+            continue
         n = x.shape[d] if axis in how.spread else shape[d]
         want: list[Interval] = [intersect(held, (0, x.shape[d])) for held in chunks(n, p)]
         if not isinstance(x, DTensor):
             piece = piece.narrow(d, want[me][0], want[me][1] - want[me][0])
-        elif n != x.shape[d] and p > 1:
+        elif n != x.shape[d]:
             piece = fetch_rows(piece, d, x.shape[d], want, how.mesh, axis, op)
     return piece
 

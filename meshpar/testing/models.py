@@ -45,6 +45,7 @@ def assert_equivalent(
     dtype: torch.dtype = torch.float64,
     shard_parameters: bool = True,
     options: Mapping[str, Any] | None = None,
+    compiled: str | None = None,
 ) -> Report:
     """Check that a parallelized model is the same function as the model, with the same gradients.
 
@@ -62,6 +63,7 @@ def assert_equivalent(
         shard_parameters: whether `fully_shard` takes part; without it the model is only rewritten, which is quicker
             and enough for a single layer.
         options: further options for `parallelize`.
+        compiled: a backend of `torch.compile`; the model then runs as one graph. Graphs made before are forgotten.
 
     Returns:
         The errors found, by name, and the record of the step.
@@ -70,10 +72,11 @@ def assert_equivalent(
         Difference: outputs, gradients of inputs or parameters, buffers, or state-dict keys that are not those of
             one process; a model that was touched; a gather.
     """
-    job = (model, list(inputs), mesh, layouts, tolerance, gathers, dtype, shard_parameters, dict(options or {}))
+    told = dict(options or {})
+    job = (model, list(inputs), mesh, layouts, tolerance, gathers, dtype, shard_parameters, told, compiled)
     if isinstance(mesh, DeviceMesh) or dist.is_initialized():
         return _compare(*job)
-    reports = run_ranks(_compare, ranks_of(mesh), *job)
+    reports = run_ranks(_compare, ranks_of(mesh), *job, timeout_s=60.0 if compiled is None else 600.0)
     report: Report = reports[0]
     return report
 
@@ -88,6 +91,7 @@ def _compare(
     dtype: torch.dtype,
     shard_parameters: bool,  # noqa: FBT001
     options: dict[str, Any],
+    compiled: str | None,
 ) -> Report:
     the_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh_for(mesh)
     given = _fresh(model, dtype)
@@ -100,6 +104,9 @@ def _compare(
     else:
         parallel = rewrite(given, policy=Policy(mesh=the_mesh, **told))
         own_tensors(parallel)
+    if compiled is not None:
+        torch.compiler.reset()
+        parallel.compile(fullgraph=True, backend=compiled)
     texts = list(layouts) if layouts is not None else [None] * len(inputs)
 
     plain_in = pytree.tree_map(lambda x: _leaf(x, dtype), inputs)

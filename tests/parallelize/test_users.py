@@ -197,3 +197,80 @@ def wrong_arguments(spec: str) -> list[str]:
 def test_wrong_arguments_are_told():
     for text in run_ranks(wrong_arguments, 2, "data=2")[0]:
         assert all(word in text for word in ("got:", "needs:", "fix:"))
+
+
+class Settings(dict):
+    """A mapping that shows its entries as attributes too, as those of `diffusers` do."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__.update(entries)
+
+    def copy(self) -> "Settings":
+        twin = Settings()
+        twin.update(self)
+        return twin
+
+
+class Registered(nn.Module):
+    """Wants a name of every subclass, and makes modules of its own class while it runs, as those of `tltorch` do."""
+
+    known: dict[str, type] = {}  # noqa: RUF012
+
+    def __init_subclass__(cls, name: str) -> None:
+        super().__init_subclass__()
+        cls.known[name] = cls
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class Kernel(Registered, name="kernel"):
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight)
+
+    def __getitem__(self, index: Any) -> "Kernel":
+        return self.__class__(self.weight[index])
+
+
+class Unused(nn.Module):
+    """A block that is given more than it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+        return self.conv(x)
+
+
+class Installed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Settings(gain=2.0)
+        self.kernel = Kernel(nn.Parameter(torch.randn(3, 2, 2, 1, 1)))
+        self.context = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Unused(), Unused()])
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        context = self.context(t)
+        x = F.conv2d(x, self.kernel[1]())
+        for block in self.blocks:
+            x = block(x, context=context)
+        return x * self.config.gain + context[:, :2, None, None]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        state["_metadata"] = {"gain": 2.0}
+        return state
+
+
+@pytest.mark.parametrize("mesh", ["data=1,domain=2", "data=2,domain=2"])
+def test_habits_of_installed_networks(mesh: str) -> None:
+    torch.manual_seed(0)
+    assert_equivalent(Installed(), [torch.randn(2, 2, 5, 3), torch.randn(2, 4)], mesh, layouts=[None, "data _"])
+    assert Registered.known == {"kernel": Kernel}
