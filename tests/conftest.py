@@ -1,7 +1,7 @@
 """Which tests the README's command leaves to `pytest -m slow`, which `.ci/run` runs as well.
 
-The drawn layers of `rules/test_layers.py`, the explicit cases of the layers of a convolutional network and some whole
-networks stay in the quick run, which must end in two minutes or so; the other families, drawn cases, exhaustive lists
+The drawn layers of `rules/test_layers.py` (all families), convolutions, pools and norms, exchanges, records, sabotage
+and some whole networks stay in the quick run, which must end in two minutes or so; the other families, drawn cases, exhaustive lists
 of functions, compilation, and the scenes with dying processes come in the slow one.
 """
 
@@ -12,7 +12,9 @@ SLOW_FILES = (
     *("test_dead_peers.py", "test_rank_pool.py", "test_guard.py"),
     *("test_compile.py", "test_integration.py", "test_attention.py", "test_contract.py", "test_lookup.py"),
     *("test_patches.py", "test_recurrent.py", "test_sample.py", "test_fft.py", "test_along.py", "test_differences.py"),
-    *("test_matrices.py", "test_factory.py", "test_layers_sphere.py", "test_parts.py"),
+    *("test_matrices.py", "test_factory.py", "test_layers_sphere.py", "test_parts.py", "test_index.py", "test_join.py"),
+    *("test_view.py", "test_views.py", "test_reshape.py", "test_domain_axes.py", "test_field_composition.py"),
+    *("test_users.py", "test_random.py", "test_pad.py", "test_resample.py", "test_loss.py", "test_adaptive.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -29,7 +31,8 @@ SLOW_NAMES = (
     "two_sharded_dims",
     "coverage_page",
     "rows_and_columns_merge",
-    "data=1,domain=4-windows",
+    "dtype_form_and_mode",
+    "hard_sizes",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 
