@@ -1,8 +1,8 @@
 """Which tests the README's command leaves to `pytest -m slow`, which `.ci/run` runs as well.
 
 The drawn layers of `rules/test_layers.py` (all families), convolutions, pools and norms, exchanges, records, sabotage
-and some whole networks stay in the quick run, which must end in two minutes or so; the other families, drawn cases, exhaustive lists
-of functions, compilation, and the scenes with dying processes come in the slow one.
+and some whole networks stay in the quick run, which must end in two minutes or so; the other families, drawn cases,
+exhaustive lists of functions, compilation, and the scenes with dying processes come in the slow one.
 """
 
 import pytest
