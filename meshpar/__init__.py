@@ -27,7 +27,7 @@ from meshpar.mesh import (
 from meshpar.parallelize import mesh_of, parallelize
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 
 __all__ = [
     "AXES",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshpar import private
 from meshpar.intervals import chunks
-from meshpar.messages import exchange
+from meshpar.messages import exchange, packed
 
 _REQUEST = "int old, int new, int rows, str group_name, str axis, str label"
 torch.library.define("meshpar::transpose", f"(Tensor x, {_REQUEST}, bool backward) -> Tensor")
@@ -63,7 +63,7 @@ def _kernel(
         if peer == me:
             continue
         c, d = after[peer]
-        messages.append((peer, x.narrow(new, c, d - c).contiguous().resolve_conj().resolve_neg()))
+        messages.append((peer, packed(x.narrow(new, c, d - c))))
         shape = list(out.shape)
         shape[old] = before[peer][1] - before[peer][0]
         buffers.append((peer, torch.empty(shape, dtype=x.dtype, device=x.device)))

@@ -1,8 +1,8 @@
 """`collect`: all rows of a dim on every rank of an axis, from pieces in canonical layout, even or not.
 
-Invariant: every piece goes to every other rank once. The gradient that comes back is that of the whole on every rank,
-of which each keeps its own rows: no communication. It stands beside DTensor's own all-gather, which gives wrong rows
-where two axes shard one dim unevenly (torch 2.13).
+Invariant: the messages are those of `scattering.all_rows`, but the gradient that comes back is that of the whole on
+every rank, of which each keeps its own rows: no communication. It stands beside DTensor's own all-gather, which gives
+wrong rows where two axes shard one dim unevenly (torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from meshpar import private
 from meshpar.intervals import chunks
-from meshpar.messages import exchange, room_for
+from meshpar.messages import room_for
+from meshpar.scattering import rows_kernel
 
 torch.library.define(
     "meshpar::collect", "(Tensor x, int dim, int rows, str group_name, str axis, str label, str kind) -> Tensor"
@@ -44,30 +45,7 @@ def collect(x: Tensor, dim: int, rows: int, group: dist.ProcessGroup, axis: str,
 
 @torch.library.impl("meshpar::collect", "default")
 def _kernel(x: Tensor, dim: int, rows: int, group_name: str, axis: str, label: str, kind: str) -> Tensor:
-    group = private.group_by_name(group_name)
-    layout = chunks(rows, group.size())
-    out = room_for(x, dim, rows)
-    peers = [peer for peer in range(group.size()) if peer != group.rank()]
-    mine = x.contiguous().resolve_conj().resolve_neg()
-    buffers = [(peer, room_for(x, dim, layout[peer][1] - layout[peer][0])) for peer in peers]
-
-    def place(peer: int, piece: Tensor) -> None:
-        a, b = layout[peer]
-        out.narrow(dim, a, b - a).copy_(piece)
-
-    exchange(
-        [(peer, mine) for peer in peers],
-        buffers,
-        group,
-        axis,
-        label,
-        kind=kind,
-        backward=False,
-        meanwhile=lambda: place(group.rank(), x),
-    )
-    for peer, piece in buffers:
-        place(peer, piece)
-    return out
+    return rows_kernel(x, dim, rows, group_name, axis, label, kind, backward=False)
 
 
 def _fake(x: Tensor, dim: int, rows: int, group_name: str, axis: str, label: str, kind: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshpar import private, record
 from meshpar.errors import ShardingError, explain
 from meshpar.intervals import Interval, Rows, interval_rows
-from meshpar.messages import exchange, room_for
+from meshpar.messages import exchange, packed, room_for
 from meshpar.plans import OWN, PADDING, Copy, Plan, decode, encode, make_plan
 
 
@@ -56,23 +56,11 @@ def fetch(
             rank concerned, x does not hold the rows that `have` says.
         PeerError: a peer died, or did not come within the timeout of the group.
     """
-    dim = _checked_dim(x, dim, op)
-    rows = tuple(_as_rows(item) for item in want)
-    pieces = tuple((a, b) for a, b in have)
-    if len(pieces) != group.size():
-        _refuse(op, f"rows of {len(pieces)} ranks, for a group of {group.size()} on axis {axis}", "one interval a rank")
-    plan = make_plan(pieces, rows, group.rank())
-    if x.shape[dim] != plan.have_rows:
+    plan, request = _planned(x, dim, have, want, group, axis, op)
+    if x.shape[request[0]] != plan.have_rows:
         mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, which owns {plan.have_rows}"
         _refuse(op, mine, "a piece with the rows that its rank owns")
-    if plan.identity:
-        return x
-    flat_have, flat_want = encode(pieces, rows)
-    label = record.here(op)
-    result: Tensor = torch.ops.meshpar.fetch.default(
-        x, dim, list(flat_have), list(flat_want), group.group_name, axis, label, fill, backward=False
-    )
-    return result
+    return x if plan.identity else torch.ops.meshpar.fetch.default(x, *request, fill, backward=False)
 
 
 def send_home(
@@ -102,19 +90,35 @@ def send_home(
     Communication:
         One message to every rank that owns rows of this one's. The backward fetches the gradients of those rows.
     """
+    plan, request = _planned(x, dim, have, want, group, axis, op)
+    if x.shape[request[0]] != plan.out_rows:
+        mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, for {plan.out_rows}"
+        _refuse(op, mine, "a piece with the rows that its rank contributes to")
+    return x if plan.identity else torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)
+
+
+Request = tuple[int, list[int], list[int], str, str, str]
+"""What both ops are told: dim, flat `have` and `want`, name of the group, axis, label."""
+
+
+def _planned(
+    x: Tensor,
+    dim: int,
+    have: Sequence[Interval],
+    want: Sequence[Interval | Rows],
+    group: dist.ProcessGroup,
+    axis: str,
+    op: str,
+) -> tuple[Plan, Request]:
+    """Check the lists, and give this rank's plan and what the ops are told."""
     dim = _checked_dim(x, dim, op)
     rows = tuple(_as_rows(item) for item in want)
     pieces = tuple((a, b) for a, b in have)
-    plan = make_plan(pieces, rows, group.rank())
-    if x.shape[dim] != plan.out_rows:
-        mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, for {plan.out_rows}"
-        _refuse(op, mine, "a piece with the rows that its rank contributes to")
-    if plan.identity:
-        return x
+    if len(pieces) != group.size():
+        _refuse(op, f"rows of {len(pieces)} ranks, for a group of {group.size()} on axis {axis}", "one interval a rank")
     flat_have, flat_want = encode(pieces, rows)
     request = (dim, list(flat_have), list(flat_want), group.group_name, axis, record.here(op))
-    result: Tensor = torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)
-    return result
+    return make_plan(pieces, rows, group.rank()), request
 
 
 def _as_rows(item: Interval | Rows) -> Rows:
@@ -331,4 +335,4 @@ def _read(x: Tensor, dim: int, copy: Copy, *, once: bool = False) -> Tensor:
 def _packed(x: Tensor, dim: int, pieces: tuple[Interval, ...]) -> Tensor:
     """Copy rows into one contiguous message."""
     views = [x.narrow(dim, a, b - a) for a, b in pieces]
-    return (views[0] if len(views) == 1 else torch.cat(views, dim)).contiguous().resolve_conj().resolve_neg()
+    return packed(views[0] if len(views) == 1 else torch.cat(views, dim))

@@ -17,8 +17,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from meshpar import pieces
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import Rows, chunks, compose, count, padded, rolled, take
+from meshpar.registry import rule
 from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.spmd import rule
 
 POLES = ("reflect", "symmetric")
 

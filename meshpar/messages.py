@@ -22,6 +22,11 @@ def room_for(x: Tensor, dim: int, rows: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
+def packed(x: Tensor) -> Tensor:
+    """Give a tensor as a message: contiguous, with conjugates and negatives worked out."""
+    return x.contiguous().resolve_conj().resolve_neg()
+
+
 def as_bytes(message: Tensor) -> Tensor:
     """View a message as bytes: every backend sends those, whatever the dtype.
 

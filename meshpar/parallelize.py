@@ -13,8 +13,8 @@ from meshpar.batch import Layout, shard_batch
 from meshpar.data import fully_shard_over, make_equal, own_tensors
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import MeshSpec, make_mesh
+from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
-from meshpar.spmd import Policy
 
 
 def parallelize(

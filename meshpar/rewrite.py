@@ -21,7 +21,8 @@ from torch.nn.utils import parametrize
 
 from meshpar import private, record
 from meshpar.errors import SpecError, explain
-from meshpar.spmd import Policy, Spmd, is_on
+from meshpar.registry import Policy
+from meshpar.spmd import Spmd, is_on
 from meshpar.traced import Traced, as_node, number_of
 
 STATE = "_meshpar"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import pieces, private
+from meshpar import private
 from meshpar.intervals import chunks
-from meshpar.messages import exchange, room_for
+from meshpar.messages import exchange, packed, room_for
 from meshpar.record import here
 
 _REQUEST = "str group_name, str axis, str label, str kind, bool backward"
@@ -36,7 +36,7 @@ def scattered(x: Tensor, mesh: DeviceMesh, axis: int, dim: int, op: str, *, kind
     """
     if mesh.size(axis) == 1:
         return x
-    group, name = mesh.get_group(axis), pieces.axes_of(mesh)[axis]
+    group, name = mesh.get_group(axis), _name(mesh, axis)
     return torch.ops.meshpar.reduce_scatter.default(  # type: ignore[no-any-return]
         x, dim, group.group_name, name, here(op), kind, backward=False
     )
@@ -61,14 +61,14 @@ def all_rows(
     """
     if mesh.size(axis) == 1:
         return x
-    group, name = mesh.get_group(axis), pieces.axes_of(mesh)[axis]
+    group, name = mesh.get_group(axis), _name(mesh, axis)
     return torch.ops.meshpar.all_rows.default(  # type: ignore[no-any-return]
         x, dim, rows, group.group_name, name, here(op), kind, backward=False
     )
 
 
-def _message(x: Tensor) -> Tensor:
-    return x.contiguous().resolve_conj().resolve_neg()
+def _name(mesh: DeviceMesh, axis: int) -> str:
+    return (mesh.mesh_dim_names or ())[axis]
 
 
 @torch.library.impl("meshpar::reduce_scatter", "default")
@@ -85,7 +85,7 @@ def _reduce_kernel(
     me, p = group.rank(), group.size()
     owned = chunks(x.shape[dim], p)
     peers = [peer for peer in range(p) if peer != me]
-    messages = [(peer, _message(x.narrow(dim, a, b - a))) for peer, (a, b) in enumerate(owned) if peer != me]
+    messages = [(peer, packed(x.narrow(dim, a, b - a))) for peer, (a, b) in enumerate(owned) if peer != me]
     a, b = owned[me]
     buffers = [(peer, room_for(x, dim, b - a)) for peer in peers]
     parts = {me: x.narrow(dim, a, b - a), **dict(buffers)}
@@ -98,8 +98,7 @@ def _reduce_kernel(
     return total.to(x.dtype)
 
 
-@torch.library.impl("meshpar::all_rows", "default")
-def _rows_kernel(
+def rows_kernel(
     x: Tensor,
     dim: int,
     rows: int,
@@ -109,10 +108,11 @@ def _rows_kernel(
     kind: str,
     backward: bool,  # noqa: FBT001
 ) -> Tensor:
+    """Send the rows of this rank to all others, and put theirs around them; not differentiable."""
     group = private.group_by_name(group_name)
     me, p = group.rank(), group.size()
     owned = chunks(rows, p)
-    message = _message(x)
+    message = packed(x)
     out = room_for(x, dim, rows)
     messages = [(peer, message) for peer in range(p) if peer != me]
     buffers = [(peer, room_for(x, dim, b - a)) for peer, (a, b) in enumerate(owned) if peer != me]
@@ -125,6 +125,9 @@ def _rows_kernel(
     for peer, block in buffers:
         place(peer, block)
     return out
+
+
+torch.library.impl("meshpar::all_rows", "default", rows_kernel)
 
 
 def _reduce_fake(x: Tensor, dim: int, group_name: str, *_: object, **__: object) -> Tensor:

@@ -9,7 +9,6 @@ Invariant: a compiled graph holds nothing of a process but what its guards check
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshpar import private, record
 from meshpar.errors import ShardingError, explain
-from meshpar.spmd import ALWAYS, RANDOM, RULES, Handler, Policy, call, find, name_of, under
+from meshpar.registry import ALWAYS, RANDOM, RULES, Handler, Policy, find, name_of, under
+from meshpar.spmd import call
 
 NODES: list[Callable[..., Any]] = []
 """What takes the place of torch functions in a graph; filled when the first graph is traced."""
@@ -162,10 +162,3 @@ def refuse_random(op: str) -> NoReturn:
             fix="draw them before the compiled function and hand them in; or compile in eval mode, without dropout",
         )
     )
-
-
-def _mode(on_gather: str, mesh: DeviceMesh | None) -> TorchFunctionMode:
-    return Traced(number_of_new(on_gather, mesh))
-
-
-sys.modules[Policy.__module__].__dict__["traced_mode"] = _mode

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from meshpar import pieces, record
 from meshpar.intervals import Interval, adaptive_rows, adaptive_window, chunks, intersect, interval_rows
+from meshpar.registry import rule
 from meshpar.rules.pool import lowest
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import (
@@ -36,7 +37,6 @@ from meshpar.rules.windows import (
     global_index,
     run_segments,
 )
-from meshpar.spmd import rule
 
 OutputSize = int | None | Sequence[int | None]
 Plan = list[tuple[int, tuple[Segment, ...]]]

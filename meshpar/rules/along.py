@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
+from meshpar.registry import functions, name_of, rule
 from meshpar.rules.aside import along
 from meshpar.rules.pointwise import map_pieces, write_into
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.view import squeeze
-from meshpar.spmd import call, functions, gather_call, name_of, rule
+from meshpar.spmd import call
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Interval, Rows, merged, part_inside, sliced
+from meshpar.registry import rule
 from meshpar.rules.pick import flat_lists, owned, with_lists
 from meshpar.rules.reshape import reshaped
 from meshpar.rules.selection import Entry, Selection, read_index, selection
 from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims
 from meshpar.rules.view import expanded
-from meshpar.spmd import call, gather_call, rule
+from meshpar.spmd import call
 
 _OP = "Tensor.__setitem__"
 

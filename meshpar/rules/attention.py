@@ -25,6 +25,7 @@ from meshpar import pieces
 from meshpar.alltoall import all_to_all
 from meshpar.intervals import Interval
 from meshpar.record import here
+from meshpar.registry import rule
 from meshpar.rules.pointwise import map_pieces
 from meshpar.rules.random import piece_seed, seeded
 from meshpar.rules.ring import Request, causal_block, ring, wide
@@ -43,7 +44,7 @@ from meshpar.rules.tokens import (
     settled,
     targets,
 )
-from meshpar.spmd import call, rule
+from meshpar.spmd import call
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
+from meshpar.registry import rule
 from meshpar.rules.loss import reduced, reduction_of, sum_dtype
 from meshpar.rules.norm import check
 from meshpar.rules.pointwise import align
 from meshpar.rules.spatial import settle
-from meshpar.spmd import rule
 
 
 def _hollow_classes(x, target, weight, func, reduction, given):  # type: ignore[no-untyped-def]

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, window, window_rows
+from meshpar.registry import rule
 from meshpar.rules.compact import halo_of, kept_once, shares_memory
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
-from meshpar.spmd import gather_call, rule
 from meshpar.traced import direct
 
 _CONVS: dict[str, Callable[..., Tensor]] = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}

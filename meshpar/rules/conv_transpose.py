@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from meshpar import pieces
 from meshpar.errors import explain
+from meshpar.gathering import gather_call
 from meshpar.intervals import FILL, Interval, Rows, chunks, merged, transposed_window
+from meshpar.registry import rule
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, per_dim, spec
-from meshpar.spmd import gather_call, rule
 
 _CONVS: dict[int, Callable[..., Tensor]] = {
     1: F.conv_transpose1d,

@@ -13,11 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
+from meshpar.registry import functions, name_of, rule
 from meshpar.rules.along import let_torch_refuse, wrapped
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import wide
 from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.spmd import call, functions, gather_call, name_of, rule
+from meshpar.spmd import call
 
 
 def running(x: DTensor, dim: int, dtype: torch.dtype | None, op: str, *, product: bool) -> DTensor:

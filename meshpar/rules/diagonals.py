@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
 from meshpar.intervals import chunks
+from meshpar.registry import functions, rule
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims, whole_along
 from meshpar.rules.windows import Spec, output_shape
-from meshpar.spmd import functions, rule
 from meshpar.transpose import transposed
 
 

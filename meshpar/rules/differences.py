@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
 from meshpar.intervals import Interval, chunks
+from meshpar.registry import functions, rule
 from meshpar.rules.along import let_torch_refuse, wrapped
 from meshpar.rules.cumulate import running
 from meshpar.rules.join import cat
 from meshpar.rules.pointwise import map_pieces, write_into
 from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.spmd import call, functions, rule
+from meshpar.spmd import call
 
 
 @rule(*functions("diff"))

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
+from meshpar.registry import rule
 from meshpar.rules.contract import Letters, contract
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.products import shape_after
 from meshpar.rules.spatial import remapped, whole_along
-from meshpar.spmd import call, rule
+from meshpar.spmd import call
 
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces, record
+from meshpar.registry import name_of
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import Parts, all_reduced, dims_of, forecast, reduced, reduction, register, settled
-from meshpar.spmd import call, name_of
+from meshpar.spmd import call
 
 
 def _least(dtype: torch.dtype, *, maximum: bool) -> float | int:

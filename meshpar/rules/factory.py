@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import canvas, pieces
 from meshpar.batch import default_layout, placements_of
+from meshpar.gathering import is_split, layout_after
 from meshpar.private import pytree
+from meshpar.registry import ALWAYS, lay_canvas, policy, rule
 from meshpar.rules.selection import read_index, selection
-from meshpar.spmd import ALWAYS, call, is_split, lay_canvas, layout_after, policy, rule
+from meshpar.spmd import call
 
 _PLAIN_ONLY = ("out", "names", "layout", "requires_grad", "pin_memory", "memory_format")
 """Arguments with which a factory gives a plain tensor."""

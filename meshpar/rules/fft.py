@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
+from meshpar.registry import rule
 from meshpar.rules.aside import along, compute
 from meshpar.rules.index import roll
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.spatial import settle, sharded_dims
-from meshpar.spmd import gather_call, rule
 
 
 @dataclass(frozen=True)

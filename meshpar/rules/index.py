@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, flipped, rolled
+from meshpar.registry import functions, rule
 from meshpar.rules.pick import by_activation, fetched, indexed, sharded_index
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.selection import Entry, read_index
 from meshpar.rules.spatial import remapped, settle, sharded_dims, whole_along
-from meshpar.spmd import functions, gather_call, rule
 
 # reading
 

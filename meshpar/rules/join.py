@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Interval, Rows, chunks, concatenated, interval_rows
+from meshpar.registry import functions, rule
 from meshpar.rules.reshape import reshaped
 from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims
-from meshpar.spmd import functions, gather_call, rule
 
 # joining
 

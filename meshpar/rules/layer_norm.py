@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces, record
+from meshpar.registry import rule
 from meshpar.rules.norm import (
     check,
     clean_piece,
@@ -26,7 +27,6 @@ from meshpar.rules.norm import (
 )
 from meshpar.rules.spatial import settle
 from meshpar.rules.statistics import Statistics, normalise, total, widened
-from meshpar.spmd import rule
 
 
 def _hollow_layer_norm(x, weight, bias, shape, eps):  # type: ignore[no-untyped-def]

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshpar import pieces
+from meshpar.registry import functions, rule
 from meshpar.rules.pointwise import map_pieces, write_into
-from meshpar.spmd import call, functions, rule
+from meshpar.spmd import call
 
 
 @rule(F.normalize)

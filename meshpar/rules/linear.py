@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from meshpar import pieces
+from meshpar.gathering import gather_call, is_split
+from meshpar.registry import rule
 from meshpar.rules.contract import contract
 from meshpar.rules.products import plus, shape_after
-from meshpar.spmd import gather_call, is_split, rule
 
 
 @rule(F.linear)

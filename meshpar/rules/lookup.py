@@ -19,13 +19,15 @@ from torch.nn import functional as F
 
 from meshpar import pieces
 from meshpar.errors import ShardingError, explain
+from meshpar.gathering import gather_call, is_split
+from meshpar.registry import functions, rule
 from meshpar.rules.index import narrow
 from meshpar.rules.pointwise import align, broadcast_placements, write_into
 from meshpar.rules.reshape import reshaped
 from meshpar.rules.spatial import remapped, settle, sharded_dims, whole_along
 from meshpar.rules.view import expanded
 from meshpar.rules.windows import Spec, output_shape
-from meshpar.spmd import call, functions, gather_call, is_split, rule
+from meshpar.spmd import call
 from meshpar.transpose import transposed
 
 

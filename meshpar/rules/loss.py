@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
+from meshpar.registry import ALWAYS, rule
 from meshpar.rules.norm import check
 from meshpar.rules.pointwise import align, broadcast_placements
-from meshpar.spmd import ALWAYS, gather_call, rule
 
 _REDUCTIONS = ("none", "mean", "sum")
 

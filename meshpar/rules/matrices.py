@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.private import pytree
+from meshpar.registry import functions, name_of, rule
 from meshpar.rules.aside import moves_aside, stepped_aside
 from meshpar.rules.pointwise import align, broadcast_placements, write_into
 from meshpar.rules.spatial import settle, sharded_dims, whole_along
-from meshpar.spmd import call, functions, gather_call, name_of, rule
+from meshpar.spmd import call
 from meshpar.transpose import transposed
 
 ONE_MATRIX = """

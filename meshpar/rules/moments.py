@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
+from meshpar.registry import functions, name_of, rule
 from meshpar.rules.extremes import extreme_over, shared_extreme
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import Parts, dims_of, forecast, reduction, register, settled, wide
-from meshpar.spmd import functions, gather_call, name_of, rule
 
 
 def _root(x: Tensor, order: float = 2.0) -> Tensor:

@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshpar import pieces, private
+from meshpar.gathering import gather_call
+from meshpar.registry import rule
 from meshpar.rules.attention import Local, attention, autocast, lifted
 from meshpar.rules.linear import linear
 from meshpar.rules.pointwise import map_pieces
 from meshpar.rules.random import seeded
 from meshpar.rules.spatial import settle
-from meshpar.spmd import call, gather_call, rule
+from meshpar.spmd import call
 
 OP = "F.multi_head_attention_forward"
 

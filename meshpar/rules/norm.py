@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from meshpar import pieces, record
+from meshpar.gathering import gather_call
+from meshpar.registry import name_of, policy, rule
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.statistics import Statistics, normalise
-from meshpar.spmd import gather_call, name_of, policy, rule
 
 Described = tuple[tuple[int, ...], torch.dtype] | None
 Axes = Collection[int]

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, compose, count, padded, take
+from meshpar.registry import rule
 from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.spmd import gather_call, rule
 
 _OP = "F.pad"
 

@@ -18,12 +18,13 @@ from torch.nn import functional as F
 
 from meshpar import pieces
 from meshpar.exchange import send_home
+from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, count, window_size
+from meshpar.registry import functions, rule
 from meshpar.rules.conv import wanted_rows
 from meshpar.rules.reshape import reshaped
 from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims, whole_along
 from meshpar.rules.windows import fetch_or_cut, frozen, output_shape, per_dim, spec
-from meshpar.spmd import functions, gather_call, rule
 from meshpar.transpose import transposed
 
 Size = int | Sequence[int]

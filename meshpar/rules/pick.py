@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils import _pytree as pytree
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Interval, Rows, chunks, merged, sliced, take
 from meshpar.rules.pointwise import align, broadcast_placements
 from meshpar.rules.selection import Entry, Selection, list_rows, read_index, selection
 from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims
-from meshpar.spmd import gather_call
 
 
 class _OwnerGrad(torch.autograd.Function):

@@ -7,7 +7,6 @@ operand that spans a sharded dim is cut, not sent.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,8 +19,10 @@ from torch.nn import functional as F
 
 from meshpar import canvas, pieces, private
 from meshpar.errors import ShardingError, explain
+from meshpar.gathering import gather_call, layout_after
 from meshpar.private import pytree
-from meshpar.spmd import RULES, call, functions, gather_call, layout_after, name_of, rule
+from meshpar.registry import RULES, functions, inplace_position, name_of, rule
+from meshpar.spmd import call
 
 ELEMENTWISE = """
     abs neg exp log sqrt rsqrt square reciprocal sin cos tanh sigmoid relu silu gelu erf sign floor ceil
@@ -139,17 +140,9 @@ def _sgn(x: Tensor) -> Tensor:
     return torch.sgn(x) if x.is_complex() else torch.sign(x)
 
 
-def _inplace_position(func: Callable[..., Any]) -> int | None:
-    """Give the position of the argument `inplace`, which only functions written in Python have."""
-    if not isinstance(func, types.FunctionType):
-        return None
-    names = list(inspect.signature(func, follow_wrapped=False).parameters)
-    return names.index("inplace") if "inplace" in names else None
-
-
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     op = name_of(func)
-    at = _inplace_position(func)
+    at = inplace_position(func) if isinstance(func, types.FunctionType) else None
     func = _sgn if getattr(func, "__name__", "") == "sgn" else func
 
     def handler(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from meshpar import pieces
 from meshpar.intervals import Interval, Rows, chunks, take, window
+from meshpar.registry import rule
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import (
     Run1,
@@ -29,7 +30,6 @@ from meshpar.rules.windows import (
     per_dim,
     run_segments,
 )
-from meshpar.spmd import rule
 
 Size = int | Sequence[int]
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshpar.gathering import gather_call
+from meshpar.registry import functions, rule
 from meshpar.rules.contract import Letters, contract
 from meshpar.rules.pointwise import map_pieces, write_into
-from meshpar.spmd import call, functions, gather_call, rule
+from meshpar.spmd import call
 
 Triple = tuple[Letters, Letters, Letters]
 

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces, record
+from meshpar.gathering import gather_call, is_split
 from meshpar.mesh import axis_group, coordinate
+from meshpar.registry import RANDOM, functions, name_of, rule, same_numbers
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import settled
-from meshpar.spmd import RANDOM, call, functions, gather_call, is_split, name_of, rule, same_numbers
+from meshpar.spmd import call
 from meshpar.traced import refuse_random
 
 _FACTORIES = (

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
-from meshpar.spmd import announce_gather, call, functions, name_of, rule
+from meshpar.gathering import announce_gather
+from meshpar.registry import functions, name_of, rule
+from meshpar.spmd import call
 
 _LOOK = """
     size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex

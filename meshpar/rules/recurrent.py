@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
+from meshpar.registry import name_of, rule
 from meshpar.rules.random import piece_seed, seeded
 from meshpar.rules.spatial import settle, sharded_dims, whole_along
-from meshpar.spmd import gather_call, name_of, rule
 from meshpar.transpose import transposed
 
 LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces, record
 from meshpar.collectives import all_reduce
+from meshpar.registry import functions, name_of, rule
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.spatial import settle
-from meshpar.spmd import functions, name_of, rule
 
 Dims = int | Sequence[int] | None
 

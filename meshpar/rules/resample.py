@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import pieces, private
+from meshpar.gathering import gather_call
 from meshpar.intervals import Interval, chunks, hull
+from meshpar.registry import rule
 from meshpar.rules.spatial import fetch_rows, settle, sharded_dims
-from meshpar.spmd import call, gather_call, rule
+from meshpar.spmd import call
 
 _OP = "F.interpolate"
 _AREA = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from meshpar import pieces
 from meshpar.blocks import block_intervals, numbered, scaled_down
 from meshpar.exchange import fetch
 from meshpar.intervals import Interval, Rows, chunks
+from meshpar.registry import functions, rule
 from meshpar.rules.spatial import settle, whole_along
-from meshpar.spmd import functions, rule
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
 """Dims before and dims after that hold the same elements in the same order."""
@@ -155,8 +155,9 @@ def plan_reshape(
         for axis, dim in zip(axes, _targets(group[1], after, [sizes[axis] for axis in axes]), strict=True):
             targets[axis] = dim
         # The other groups' axes may stand for dims of any number here: they are left out.
-        own = tuple(dim if axis in axes else -1 for axis, dim in enumerate(targets))
-        moves.append(_move(group, before, after, dims, own, sizes, spans, where))
+        own = [dim if axis in axes else -1 for axis, dim in enumerate(targets)]
+        sides = _side(group[0], before, dims, sizes), _side(group[1], after, own, sizes)
+        moves.append(_move(group[0], sides, sizes, spans, where))
     return Reshaping(tuple(targets), tuple(moves), tuple(vanish))
 
 
@@ -173,90 +174,79 @@ def _targets(dims: Sequence[int], shape: Sequence[int], ranks: Sequence[int]) ->
     return chosen
 
 
-def _spans(
-    group: Sequence[int], shape: Sequence[int], dims: Sequence[int], sizes: Sequence[int], where: Sequence[int]
-) -> list[Interval]:
-    """Give the span of each dim of a group that the rank at some coordinates holds; axes nest in mesh order."""
-    spans = {d: (0, shape[d]) for d in group}
-    for axis, dim in enumerate(dims):
-        if dim in spans and sizes[axis] > 1:
-            a, b = spans[dim]
-            first, last = chunks(b - a, sizes[axis])[where[axis]]
-            spans[dim] = (a + first, a + last)
-    return [spans[d] for d in group]
+@dataclass(frozen=True)
+class _Side:
+    """Hold how a group of dims lies before or after: its sizes, and the place in the group that each axis shards."""
+
+    sizes: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]  # (axis, place), axes of more than one rank, in mesh order: so they nest
+
+    def without(self, axes: Sequence[int]) -> _Side:
+        """Give what the ranks that differ along some axes alone hold together; these must nest innermost."""
+        return _Side(self.sizes, tuple((axis, place) for axis, place in self.places if axis not in axes))
+
+    def unit(self) -> int:
+        """Count the elements behind the last sharded dim, which move together."""
+        return math.prod(self.sizes[max(place for _, place in self.places) + 1 :])
+
+    def block(self, ranks: Sequence[int], at: Sequence[int]) -> tuple[Interval, ...]:
+        """Give the flat positions that the rank at some coordinates holds."""
+        spans = [(0, n) for n in self.sizes]
+        for axis, place in self.places:
+            a, b = spans[place]
+            first, last = chunks(b - a, ranks[axis])[at[axis]]
+            spans[place] = (a + first, a + last)
+        return block_intervals(self.sizes, spans)
+
+
+def _side(dims: Sequence[int], shape: Sequence[int], by_axis: Sequence[int], ranks: Sequence[int]) -> _Side:
+    places = [(axis, dims.index(dim)) for axis, dim in enumerate(by_axis) if dim in dims and ranks[axis] > 1]
+    return _Side(tuple(shape[d] for d in dims), tuple(places))
+
+
+def _lines(axes: Sequence[int], ranks: Sequence[int], where: Sequence[int]) -> Iterator[list[int]]:
+    """Give the coordinates of the ranks that differ from this one along some axes alone, in row-major order."""
+    for line in itertools.product(*(range(ranks[axis]) for axis in axes)):
+        at = list(where)
+        for axis, i in zip(axes, line, strict=True):
+            at[axis] = i
+        yield at
 
 
 def _move(
-    group: Group,
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    old: tuple[int, ...],
-    new: tuple[int, ...],
-    sizes: tuple[int, ...],
+    dims: tuple[int, ...],
+    sides: tuple[_Side, _Side],
+    ranks: tuple[int, ...],
     spans: tuple[tuple[int, ...], ...],
     where: tuple[int, ...],
 ) -> Move:
-    inner = [
-        math.prod(shape[d] for d in dims if d > max(t for t in by_axis if t in dims))
-        for shape, dims, by_axis in ((before, group[0], old), (after, group[1], new))
-    ]
-    unit = math.gcd(*inner)
-    axes = [axis for axis, dim in enumerate(old) if dim in group[0] and sizes[axis] > 1]
+    unit = math.gcd(*(side.unit() for side in sides))
+    axes = [axis for axis, _ in sides[0].places]
 
-    def blocks(axes: Sequence[int], shape: tuple[int, ...], dims: tuple[int, ...], by_axis: tuple[int, ...]) -> Any:
-        out = []
-        for line in itertools.product(*(range(sizes[axis]) for axis in axes)):
-            at = list(where)
-            for axis, i in zip(axes, line, strict=True):
-                at[axis] = i
-            found = block_intervals([shape[d] for d in dims], _spans(dims, shape, by_axis, sizes, at))
-            out.append(scaled_down(found, unit))
-        return out
+    def blocks(side: _Side, inside: Sequence[int]) -> list[tuple[Interval, ...]]:
+        return [scaled_down(side.block(ranks, at), unit) for at in _lines(inside, ranks, where)]
 
-    def both(axes: Sequence[int]) -> tuple[Any, Any]:
-        return blocks(axes, before, group[0], old), blocks(axes, after, group[1], new)
-
-    have, want = both(axes)
-    if have == want:
-        return Move(group[0], (), unit)
+    if blocks(sides[0], axes) == blocks(sides[1], axes):
+        return Move(dims, (), unit)
     # The fewest axes within which all that is wanted is held: outer ones often need no exchange.
     for first in range(len(axes) - 1, -1, -1):
-        rest = axes[first:]
-        others = [axis for axis in axes if axis not in rest]
-        closed = _closed(group, before, after, old, new, sizes, where, rest, others)
-        if closed and (len(rest) == 1 or tuple(rest) in spans):
-            return Move(group[0], tuple(rest), unit, *numbered(*both(rest)))
-    return Move(group[0], (-1,), unit)
+        inside, outside = axes[first:], axes[:first]
+        if (len(inside) == 1 or tuple(inside) in spans) and _closed(sides, ranks, inside, outside, where):
+            have, want = (blocks(side, inside) for side in sides)
+            return Move(dims, tuple(inside), unit, *numbered(have, want))
+    return Move(dims, (-1,), unit)
 
 
 def _closed(
-    group: Group,
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    old: tuple[int, ...],
-    new: tuple[int, ...],
-    sizes: tuple[int, ...],
-    where: tuple[int, ...],
+    sides: tuple[_Side, _Side],
+    ranks: Sequence[int],
     inside: Sequence[int],
-    others: Sequence[int],
+    outside: Sequence[int],
+    where: Sequence[int],
 ) -> bool:
-    """Tell whether ranks that differ along `inside` alone hold together what they want, wherever the others are."""
-    if not others:
-        return True
-    none = tuple(-1 if axis in inside else dim for axis, dim in enumerate(old))
-    then = tuple(-1 if axis in inside else dim for axis, dim in enumerate(new))
-    # Without the inner axes, a rank holds what its line of ranks holds, where the outer axes come first.
-    if any(dim in (new[axis] for axis in inside) and other > min(inside) for other, dim in enumerate(then) if dim >= 0):
-        return False
-    for line in itertools.product(*(range(sizes[axis]) for axis in others)):
-        at = list(where)
-        for axis, i in zip(others, line, strict=True):
-            at[axis] = i
-        one = block_intervals([before[d] for d in group[0]], _spans(group[0], before, none, sizes, at))
-        two = block_intervals([after[d] for d in group[1]], _spans(group[1], after, then, sizes, at))
-        if one != two:
-            return False
-    return True
+    """Tell whether ranks that differ along `inside` alone hold together what they want, wherever they are outside."""
+    one, two = (side.without(inside) for side in sides)
+    return all(one.block(ranks, at) == two.block(ranks, at) for at in _lines(outside, ranks, where))
 
 
 def reshaped(x: DTensor, sizes: Sequence[int], op: str) -> DTensor:

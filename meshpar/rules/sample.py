@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import FILL, Rows, merged
 from meshpar.mesh import DOMAIN
+from meshpar.registry import rule
 from meshpar.rules.spatial import fetch_rows, settle
-from meshpar.spmd import gather_call, rule
 
 _OP = "F.grid_sample"
 _FAR = 1 << 40

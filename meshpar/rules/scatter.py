@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
+from meshpar.gathering import gather_call
 from meshpar.intervals import Interval, Rows, chunks, intersect, merged
+from meshpar.registry import functions, rule
 from meshpar.rules.assign import setitem
 from meshpar.rules.lookup import Agreement, agreed, brought, narrowed, settled, turned_back
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.spatial import fetch_rows, sharded_dims
 from meshpar.rules.windows import Spec, output_shape
-from meshpar.spmd import functions, gather_call, rule
 
 
 def _stand_in(value: Any) -> Any:

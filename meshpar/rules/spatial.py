@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
 from meshpar.exchange import fetch
+from meshpar.gathering import announce_gather
 from meshpar.intervals import Interval, Rows
-from meshpar.spmd import announce_gather
 
 
 def settle(x: DTensor, keep: Collection[int], op: str, *, nested: Collection[int] = ()) -> DTensor:

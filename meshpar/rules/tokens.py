@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshpar import pieces
 from meshpar.errors import ShardingError, SpecError, explain
+from meshpar.gathering import announce_gather
 from meshpar.rules.spatial import settle
-from meshpar.spmd import announce_gather
 
 GATHER_BYTES = 64 * 2**20
 """Keys and values of one rank's samples that may be gathered where heads cannot be shared out."""

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import pieces
 from meshpar.errors import ShardingError, explain
+from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, take
+from meshpar.registry import functions, name_of, rule
 from meshpar.rules.reshape import numbers
 from meshpar.rules.spatial import fetch_rows, remapped, settle, sharded_dims, whole_along
-from meshpar.spmd import functions, gather_call, name_of, rule
 
 
 def _ghost(shape: Sequence[int], strides: Sequence[int] | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from meshpar.batch import shard
 from meshpar.mesh import summed_axes
 from meshpar.private import pytree
 from meshpar.record import Record, record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 
 
 class Difference(AssertionError):

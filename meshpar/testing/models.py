@@ -17,8 +17,8 @@ from meshpar.data import own_tensors
 from meshpar.parallelize import parallelize
 from meshpar.private import pytree
 from meshpar.record import record
+from meshpar.registry import Policy
 from meshpar.rewrite import rewrite
-from meshpar.spmd import Policy
 from meshpar.testing.equivalence import (
     Difference,
     Report,

@@ -17,7 +17,7 @@ from meshpar.batch import shard
 from meshpar.intervals import adaptive_rows, adaptive_window, chunks
 from meshpar.record import record
 from meshpar.rules.adaptive import partial_segments, segments
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for
 from meshpar.testing.pool import run_ranks

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshpar.batch import shard
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 ROWS, COLUMNS = "data _ domain _", "data _ _ domain"

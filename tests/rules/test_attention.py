@@ -22,7 +22,7 @@ from meshpar.record import record
 from meshpar.rewrite import rewrite
 from meshpar.rules import ring, tokens
 from meshpar.rules.tokens import GATHERED, HEADS, RING, WAYS, using
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import assert_equivalent, mesh_for, run_ranks
 
 sdpa = F.scaled_dot_product_attention

@@ -21,7 +21,7 @@ from meshpar.batch import shard
 from meshpar.record import record
 from meshpar.rules.contract import Operand, make_plan
 from meshpar.scattering import all_rows, scattered
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 # explicit cases

@@ -18,7 +18,7 @@ from meshpar.intervals import chunks
 from meshpar.pieces import whole
 from meshpar.record import record
 from meshpar.rules.conv import convolve
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing.equivalence import assert_same, check_close, sum_parts
 from meshpar.testing.meshes import mesh_for
 from meshpar.testing.pool import RankError, run_ranks

@@ -16,7 +16,7 @@ import meshpar
 from meshpar.batch import shard
 from meshpar.errors import ShardingError
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 

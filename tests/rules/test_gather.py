@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshpar.batch import shard
 from meshpar.errors import GatherError, GatherWarning, ShardingError
+from meshpar.gathering import gather_call
 from meshpar.mesh import SUMMED, make_mesh
 from meshpar.record import record
+from meshpar.registry import Policy
 from meshpar.rewrite import rewrite
-from meshpar.spmd import Policy, gather_call, spmd
+from meshpar.scope import spmd
 from meshpar.testing import assert_same, mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 

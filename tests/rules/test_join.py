@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshpar.batch import shard
 from meshpar.intervals import chunks
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import RankError, run_ranks
 from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for

@@ -17,7 +17,7 @@ from meshpar.batch import shard
 from meshpar.errors import GatherError, ShardingError
 from meshpar.intervals import chunks
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import assert_same, mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 

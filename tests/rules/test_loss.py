@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshpar.batch import shard
 from meshpar.errors import GatherError
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import run_ranks
 from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for

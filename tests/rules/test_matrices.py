@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshpar.batch import shard
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 BATCH, ROWS = "data domain _ _", "data _ domain _"

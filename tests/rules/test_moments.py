@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from meshpar.batch import shard
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 DIMS = (0, 2, -2, -1, (0, 2), (1, 3), (2, 3), (0, 1, 2, 3))

@@ -10,8 +10,10 @@ from torch import nn
 from meshpar import pieces
 from meshpar.batch import shard
 from meshpar.record import record
+from meshpar.registry import Policy
 from meshpar.rules.statistics import combined, shares
-from meshpar.spmd import Policy, Spmd, spmd
+from meshpar.scope import spmd
+from meshpar.spmd import Spmd
 from meshpar.testing import run_ranks
 from meshpar.testing.equivalence import assert_same, compare_trees, plain
 from meshpar.testing.meshes import mesh_for

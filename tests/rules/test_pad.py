@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshpar.batch import shard
 from meshpar.intervals import chunks, expand
 from meshpar.rules.pad import padded_rows
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import RankError, run_ranks
 from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for

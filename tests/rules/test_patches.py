@@ -21,7 +21,7 @@ from meshpar.intervals import chunks
 from meshpar.record import record
 from meshpar.rewrite import rewrite
 from meshpar.rules.conv import wanted_rows
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 LAYOUTS = ("data _ domain _", "data _ _ domain", "_ _ domain tensor", "_ tensor domain _", "tensor _ domain data")

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from meshpar.batch import shard
 from meshpar.errors import ShardingError
+from meshpar.registry import functions
 from meshpar.rules.pointwise import ELEMENTWISE, IN_PLACE
-from meshpar.spmd import functions, spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 B, C, H, W = 2, 3, 5, 4

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from meshpar.batch import shard
 from meshpar.intervals import chunks
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for
 from meshpar.testing.pool import run_ranks

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from meshpar.batch import gather, shard
 from meshpar.record import record
 from meshpar.rewrite import rewrite
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshpar.batch import shard
 from meshpar.errors import GatherError
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {

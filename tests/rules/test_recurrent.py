@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from meshpar.batch import shard
 from meshpar.record import record
 from meshpar.rewrite import rewrite
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import assert_equivalent, assert_same, mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 

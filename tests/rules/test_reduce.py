@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshpar.batch import shard
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 

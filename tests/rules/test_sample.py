@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from meshpar.batch import shard
 from meshpar.record import record
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import assert_equivalent, assert_same, mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 

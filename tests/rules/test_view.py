@@ -14,7 +14,7 @@ from meshpar.batch import shard
 from meshpar.errors import ShardingError
 from meshpar.intervals import chunks
 from meshpar.rules.reshape import groups
-from meshpar.spmd import spmd
+from meshpar.scope import spmd
 from meshpar.testing import RankError, run_ranks
 from meshpar.testing.equivalence import Report, assert_same
 from meshpar.testing.meshes import mesh_for
