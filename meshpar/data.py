@@ -321,7 +321,7 @@ def _reading_plain(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
-        if isinstance(value, DTensor) and name in self._parameters:
+        if isinstance(value, DTensor) and private.holds_parameter(self, name):
             if torch.compiler.is_compiling():
                 return as_node(whole_parameter, PLAIN, value) if is_tracing() else value
             shards: _Shards = self.__dict__[_SHARDS]

@@ -346,6 +346,11 @@ def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, 
     return found
 
 
+def holds_parameter(module: torch.nn.Module, name: str) -> bool:
+    """Tell whether a module has a parameter of its own of a name, without asking for it."""
+    return name in module._parameters
+
+
 def put_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Put a tensor in the place of a parameter, as `torch.func.functional_call` does for a call."""
     module._parameters[name] = value  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ def real(
 
 def whole(*shape: int, salt: int = 0, low: int = 0, high: int = 7, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(55 + salt)).to(dtype)
+
+
+def einsum(equation: str) -> Callable[..., Tensor]:
+    return functools.partial(torch.einsum, equation)
 
 
 def check(case: Case, mesh: str) -> Report:

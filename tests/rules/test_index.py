@@ -7,49 +7,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from index_cases import (
+    ALL,
+    IMAGE,
+    LISTS,
+    MASK_C,
+    MESHES,
+    UPPER_2D,
+    call,
+    check,
+    get,
+    image,
+    num_gathers,
+    put_number,
+    put_tensor,
+    several,
+)
 from torch import Tensor
 
 from meshpar.batch import shard
 from meshpar.intervals import chunks
 from meshpar.scope import spmd
 from meshpar.testing import RankError, run_ranks
-from meshpar.testing.equivalence import Report, assert_same
+from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for
-
-MESHES = {"data=1,domain=4": 4, "data=2,domain=2": 4, "data=4": 4, "data=1,domain=3": 3, "data=1,domain=2": 2}
-IMAGE = (3, 4, 5, 6)
-ALL = slice(None)
-UPPER_2D = torch.tensor([[0, 3], [2, 1]])
-MASK_C = torch.tensor([True, False, True, True])
-
-
-def image(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-
-
-def get(index: Any, x: Tensor) -> Any:
-    return x[index]
-
-
-def call(name: str, args: tuple[Any, ...], x: Tensor) -> Any:
-    return getattr(torch, name)(x, *args)
-
-
-def compare(spec: str, fn: Any, shape: tuple[int, ...], layout: str | None = None, **options: Any) -> Report:
-    return assert_same(fn, [image(shape)], mesh=mesh_for(spec), layouts=[layout], tolerance=1e-12, **options)
-
-
-def check(spec: str, fn: Any, shape: tuple[int, ...], layout: str | None = None, **options: Any) -> int:
-    """Compare with one process, gradients too; give the bytes that this rank sent forward."""
-    return compare(spec, fn, shape, layout, **options).log.num_bytes(backward=False)
-
-
-def num_gathers(spec: str, fn: Any, shape: tuple[int, ...], layout: str | None = None) -> int:
-    return len(compare(spec, fn, shape, layout, gathers=True).log.gathers())
-
-
-def several(spec: str, fns: list[Any], shape: tuple[int, ...], layout: str | None = None) -> int:
-    return sum(check(spec, fn, shape, layout) for fn in fns)
 
 
 @pytest.mark.parametrize(
@@ -103,28 +84,6 @@ def test_every_index_of_a_single_row() -> None:
     fns = [functools.partial(get, index) for index in indices]
     for spec, p in MESHES.items():
         run_ranks(several, p, spec, fns, (1, 2, 1, 3))
-
-
-MASK_H = torch.tensor([True, False, True, True, False])
-LISTS: list[Any] = [
-    (ALL, ALL, MASK_H),
-    (ALL, ALL, [[0, 1]]),
-    (ALL, ALL, torch.tensor([[4, 0, 1], [2, 2, -1]])),
-    (ALL, [0, 1], [0, 4]),
-    (ALL, [[0], [3]], [0, 4, 4]),
-    (ALL, ALL, [1, 4, 0, 3], [5, 0, 2, 2]),
-    (ALL, [3, 0], ALL, [1, 4]),
-    (ALL, [3, 0], [2, 2], slice(1, 3)),
-    (0, ALL, [4, 1], None),
-    (ALL, 2, [4, 1], [0, 5]),
-    (ALL, ALL, torch.zeros(0, dtype=torch.int64)),
-    (ALL, ALL, torch.arange(30).view(5, 6) % 3 == 0),
-    (ALL, torch.arange(20).view(4, 5) % 3 == 1),
-    (ALL, ALL, [[3]]),
-    ([1, 2, 0], [0, 0, 3]),
-    (torch.arange(3), ALL, [4, 2, 0]),
-    (torch.arange(3)[:, None], ALL, [[4, 2], [0, 1], [0, 3]]),
-]
 
 
 @pytest.mark.parametrize("index", LISTS, ids=str)
@@ -288,111 +247,6 @@ def test_two_sharded_dims() -> None:
         run_ranks(check, 4, spec, functools.partial(get, index), (1, 2, 5, 7), layout)
     run_ranks(check, 4, spec, functools.partial(call, "roll", ((1, 2), (2, 3))), (1, 2, 5, 7), layout)
     run_ranks(check, 4, spec, functools.partial(call, "flip", ((2, 3),)), (1, 2, 5, 7), layout)
-
-
-def put_number(index: Any, x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[index] = 3.0
-    return y * x
-
-
-def put_tensor(index: Any, x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[index] = x[index] * 2.0
-    return y
-
-
-def put_row(index: Any, x: Tensor, row: Tensor) -> Tensor:
-    y = x * 1.0
-    y[index] = row
-    return y
-
-
-PLACES: list[Any] = [
-    (ALL, 0),
-    (ALL, ALL, slice(1, 4)),
-    (ALL, ALL, slice(None, None, 2), slice(1, 3)),
-    (ALL, ALL, 3),
-    (0,),
-    (ALL, ALL, slice(4, 2)),
-    (ALL, [2, 0]),
-    (ALL, [2, 0], slice(2, None)),
-    ...,
-    (1, ALL, -1, None),
-]
-
-
-@pytest.mark.parametrize("index", PLACES, ids=str)
-@pytest.mark.parametrize("put", [put_number, put_tensor])
-def test_writing(put: Any, index: Any) -> None:
-    for spec, p in MESHES.items():
-        run_ranks(check, p, spec, functools.partial(put, index), IMAGE)
-
-
-def check_row(spec: str, index: Any, shape: tuple[int, ...]) -> None:
-    fn = functools.partial(put_row, index)
-    assert_same(fn, [image(IMAGE)], mesh=mesh_for(spec), weights=[image(shape)], tolerance=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("index", "shape"),
-    [
-        ((ALL, 0), (5, 6)),
-        ((ALL, ALL, slice(1, 4)), (3, 6)),
-        ((ALL, ALL, slice(1, 4)), (4, 1, 6)),
-        ((ALL, ALL, 2), (4, 6)),
-        ((0,), (1, 4, 5, 6)),
-        ((..., 0), ()),
-        ((ALL, [2, 0]), (2, 5, 1)),
-    ],
-)
-def test_writing_a_parameter(index: Any, shape: tuple[int, ...]) -> None:
-    for spec, p in MESHES.items():
-        run_ranks(check_row, p, spec, index, shape)
-
-
-def put_masked(x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[y > 0] = 0.0
-    return y
-
-
-def put_list(x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[:, :, [4, 0]] = 7.0
-    return y
-
-
-def test_writing_by_a_mask() -> None:
-    run_ranks(check, 4, "data=2,domain=2", put_masked, IMAGE)
-
-
-def put_rows(index: Any, x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[index] = (x[index] * 2.0).sin()
-    return y
-
-
-def test_writing_to_lists_of_sharded_rows() -> None:
-    fns: list[Any] = [put_list, *(functools.partial(put_rows, index) for index in (LISTS[0], LISTS[3], LISTS[5]))]
-    for spec in ("data=1,domain=4", "data=2,domain=2"):
-        run_ranks(several, 4, spec, fns, IMAGE)
-        run_ranks(check_row, 4, spec, (ALL, ALL, [4, 0]), (4, 2, 6))
-        run_ranks(check_row, 4, spec, (ALL, [1, 3], [4, 0]), (2, 6))
-
-
-def put_where(x: Tensor) -> Tensor:
-    y = x * 1.0
-    y[x[:, :, :, 0] > 0] = 3.0
-    y[x.sum((1, 2, 3)) > 0] = x[0]
-    y[torch.tensor([True, False, True])] = 0.5
-    y[y > 1] = x.max()
-    return y
-
-
-def test_writing_by_a_mask_of_the_first_dims() -> None:
-    for spec in ("data=1,domain=4", "data=2,domain=2"):
-        run_ranks(check, 4, spec, put_where, IMAGE)
 
 
 def failing(spec: str, index: Any) -> None:
