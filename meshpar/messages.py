@@ -68,10 +68,15 @@ def exchange(
     ops = [dist.P2POp(dist.isend, as_bytes(m), group=group, group_peer=peer) for peer, m in messages]
     ops += [dist.P2POp(dist.irecv, as_bytes(b), group=group, group_peer=peer) for peer, b in buffers]
     peers = [peer for peer, _ in (*messages, *buffers)]
-    try:
-        works = dist.batch_isend_irecv(ops) if ops else []
-    except RuntimeError as error:
-        raise PeerError(_peer_text(label, axis, group, peers, peers, error)) from error
+    on_cpu = bool(ops) and ops[0].tensor.device.type == "cpu"
+    batches = [[op] for op in ops] if on_cpu else [ops] if ops else []  # gloo: one by one, so that a fault has a name
+    works: list[dist.Work] = []
+    for batch in batches:
+        try:
+            works += dist.batch_isend_irecv(batch)
+        except RuntimeError as error:
+            waits = [peers[len(works)]] if on_cpu else peers
+            raise PeerError(_peer_text(label, axis, group, peers, waits, error)) from error
     meanwhile()
     for i, work in enumerate(works):
         waits = [peers[i]] if len(works) == len(peers) else peers  # a backend may give one work for the whole batch

@@ -51,5 +51,6 @@ QUICK_NAMES = ("drawn_layers", "same_function")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         drawn = any(part in item.name for part in SLOW_NAMES) and not any(part in item.name for part in QUICK_NAMES)
-        if (drawn or item.path.name in SLOW_FILES) and item.get_closest_marker("long") is None:
+        own_command = any(item.get_closest_marker(name) for name in ("long", "thirdparty"))
+        if (drawn or item.path.name in SLOW_FILES) and not own_command:
             item.add_marker(pytest.mark.slow)
