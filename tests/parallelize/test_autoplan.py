@@ -1,4 +1,4 @@
-"""`auto_plan` finds MLPs and attention by the names and shapes of common libraries, and leaves alone what does not fit."""
+"""`auto_plan` finds MLPs and attention by the names and shapes of common libraries; what does not fit it leaves alone."""
 
 import tensor_nets as nets
 import torch
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_left_alone():
 
 
 def test_whatever_is_found_is_a_plan():
-    for model in (nn.Transformer(8, 4, 1, 1, 16), nets.Transformer(), nets.ConvNet(), nets.Gated()):
+    for model in (nn.TransformerDecoderLayer(8, 4, 16), nets.Transformer(), nets.ConvNet(), nets.Gated()):
         for ranks in (2, 4):
             plan_splits(model, auto_plan(model, ranks), ranks)
 
