@@ -37,7 +37,8 @@ parts of a fused layer ("packed" for queries, keys and values, "packed:2" for ga
 _SPLITS = "_meshpar_splits"
 """Name of the attribute in which a module keeps how its weights are split."""
 
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ def _text(wrong: list[str]) -> str:
     return explain(
         "tensor_plan: cannot be used.",
         got=wrong,
-        needs=f"globs of module names to one of {STYLES} (packed:N for N parts), for Linear, Conv1d to 3d, Embedding "
-        "and MultiheadAttention, whose channels the ranks of tensor share out equally",
+        needs=f"globs of module names to one of {STYLES} (packed:N for N parts), for Linear, Conv1d to 3d (transposed "
+        "too), Embedding and MultiheadAttention, whose channels the ranks of tensor share out equally",
         fix='e.g. {"blocks.*.mlp.fc1": "colwise", "blocks.*.mlp.fc2": "rowwise"}, fewer ranks of tensor, or leave the '
         "layer out",
     )
@@ -139,16 +140,19 @@ def _splits_of(module: nn.Module, style: object, ranks: int) -> dict[str, dict[s
     else:
         msg = f"a {type(module).__name__} has no style {style!r}"
         raise _Unfit(msg)
-    dims = (1, 0) if isinstance(module, nn.Embedding) else (0, 1)
+    groups = getattr(module, "groups", 1)
+    turned = isinstance(module, nn.Embedding) or (isinstance(module, _TRANSPOSED) and groups == 1)
+    dims = (1, 0) if turned else (0, 1)
     parts = _parts(module, number, sizes) if name == "packed" else 1
     if name == "packed" and isinstance(module, nn.Embedding):
         msg = "an Embedding has no parts"
         raise _Unfit(msg)
-    if name == "rowwise" and getattr(module, "groups", 1) > 1:
-        msg = f"its {module.groups} groups of channels cannot be split by rows"
+    if name != "colwise" and groups > 1:
+        msg = f"its {groups} groups of channels cannot be split {'by rows' if name == 'rowwise' else 'in parts'}"
         raise _Unfit(msg)
     side = "in" if name == "rowwise" else "out"
-    _check_divides(sizes[side], ranks * parts, f"{side} channels", parts)
+    for each in ("in", "out") if groups > 1 else (side,):
+        _check_divides(sizes[each], ranks * parts, f"{each} channels", parts)
     dim = dims[1] if name == "rowwise" else dims[0]
     split = Split(dim, parts, style)
     held: dict[str, dict[str, Split]] = {}
@@ -218,8 +222,11 @@ def _shape(module: Any, name: str) -> tuple[int, ...]:
     elif isinstance(module, nn.Embedding):
         shape = (module.num_embeddings, module.embedding_dim)
     else:
-        shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
-    return shape if name == "weight" else shape[:1]
+        ends = (module.out_channels, module.in_channels // module.groups)
+        if isinstance(module, _TRANSPOSED):
+            ends = (module.in_channels, module.out_channels // module.groups)
+        shape = (*ends, *module.kernel_size)
+    return shape if name == "weight" else (module.out_channels if hasattr(module, "out_channels") else shape[0],)
 
 
 def _torn_ties(model: nn.Module, splits: Splits) -> list[str]:
