@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.batch import Layout, shard_batch
-from meshpar.data import fully_shard_over, make_equal, own_tensors
+from meshpar.data import fully_shard_over
 from meshpar.errors import SpecError, explain
+from meshpar.initial import make_equal, own_tensors
 from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
@@ -33,7 +34,7 @@ def parallelize(
         model: any module; it is not touched. Its values on rank 0 become those of all ranks.
         mesh: `"data=2,domain=4"`, a mapping, a `MeshSpec` or a `DeviceMesh` of `make_mesh`.
         data: how parameters lie over data x domain; "fsdp" shards them.
-        shard_modules: which modules are gathered as one; see `meshpar.data.units`.
+        shard_modules: which modules are gathered as one; see `meshpar.units.units`.
         on_gather: "warn" once per call site about an op that has no rule, "error", or "allow".
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
