@@ -44,6 +44,20 @@ def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     return mesh[axes]._flatten(name)
 
 
+def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Give a mesh of one axis several (public when `DeviceMesh.unflatten` comes); the same one at every call."""
+    made: dict[Any, DeviceMesh] = mesh._get_root_mesh().__dict__.setdefault("_meshpar_unflattened", {})
+    key = mesh.mesh_dim_names, sizes, names
+    if key not in made:
+        made[key] = mesh._unflatten(0, sizes, names)
+    return made[key]
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Put meshes that were cut from one into one, their axes in order (public when `DeviceMesh.concatenate` comes)."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Find a process group by its `group_name` (public when custom ops take groups as arguments)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
@@ -287,6 +301,11 @@ def new_hooks(
     for (table, wrap), known in zip(tables, old, strict=True):
         for key in set(table) - known:
             table[key] = wrap(table[key])
+
+
+def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """List what runs before the forward of a module (no public name is planned)."""
+    return list(module._forward_pre_hooks.values())
 
 
 PART_SETTERS = tuple(getattr(torch.Tensor, part).__set__ for part in ("real", "imag"))
