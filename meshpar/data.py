@@ -165,7 +165,8 @@ def fully_shard_over(
             offload_policy=_offload_policy(offload, mesh),
         )
         inside = [u for u in [*chosen, module] if u in set(unit.modules())]
-        kept = _Unit(unit, inside, shards, told.params if told else None, _output(unit, module, told))
+        own = _held_by(unit, left)
+        kept = _Unit(unit, inside, own, shards, told.params if told else None, _output(unit, module, told))
         private.new_hooks(unit, shard, kept.before, kept.after)
     for owner in module.modules():
         if any(isinstance(p, DTensor) for p in owner.parameters(recurse=False)):
@@ -273,6 +274,16 @@ def _replicate_odd(
     return set(twins.values())
 
 
+def _held_by(unit: nn.Module, left: set[nn.Parameter]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """List where a unit holds the parameters that stay whole."""
+    return [
+        (owner, name, p)
+        for owner in unit.modules()
+        for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if p in left
+    ]
+
+
 def _replicated(p: nn.Parameter, mesh: DeviceMesh) -> DTensor:
     """Give a parameter, which may be split over `tensor`, copies on all ranks of a mesh."""
     copies = [Replicate()] * mesh.ndim
@@ -293,6 +304,7 @@ class _Unit:
     Args:
         module: the unit.
         units: it and those within it.
+        left: where it holds parameters that `fully_shard` was told to leave.
         shards: what it shares with the other units.
         given: dtype that floating-point inputs are cast to.
         output: dtype that floating-point outputs are cast to.
@@ -300,6 +312,7 @@ class _Unit:
 
     module: nn.Module
     units: Sequence[nn.Module]
+    left: Sequence[tuple[nn.Module, str, nn.Parameter]]
     shards: Shards
     given: torch.dtype | None
     output: torch.dtype | None
@@ -314,6 +327,7 @@ class _Unit:
                 return None if self.given is None else (args, kwargs)
             if self.shards.away in (None, self.module):
                 found = [item for unit in self.units for item in private.replaced_parameters(unit)]
+                found += private.replaced(self.left)
                 self.shards.away, self.shards.replaced = self.module if found else None, found
                 for owner, name, value in found:
                     if not isinstance(value, DTensor):

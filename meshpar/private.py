@@ -355,14 +355,24 @@ def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, 
     for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         for param in group.fsdp_params:
             info = param._module_info
-            value = info.module._parameters.get(info.param_name)
-            if (
-                value is not None
-                and value is not param.sharded_param
-                and value is not getattr(param, "_unsharded_param", None)
-            ):
-                found.append((info.module, info.param_name, value))
+            held = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            for owner, name in held:
+                value = owner._parameters.get(name)
+                if (
+                    value is not None
+                    and value is not param.sharded_param
+                    and value is not getattr(param, "_unsharded_param", None)
+                ):
+                    found.append((owner, name, value))
     return found
+
+
+def replaced(
+    held: Sequence[tuple[torch.nn.Module, str, torch.Tensor]],
+) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """List what stands where modules held parameters, if it is something else."""
+    now = [(module, name, module._parameters.get(name), p) for module, name, p in held]
+    return [(module, name, value) for module, name, value, p in now if value is not None and value is not p]
 
 
 def holds_parameter(module: torch.nn.Module, name: str) -> bool:

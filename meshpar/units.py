@@ -177,10 +177,9 @@ def _left_bytes(m: nn.Module, found: dict[int, nn.Module]) -> int:
 
     def add(n: nn.Module) -> None:
         for p in n.parameters(recurse=False):
-            if nn.parameter.is_lazy(p):
-                continue
-            held = p.to_local() if isinstance(p, DTensor) else p
-            sizes[id(p)] = held.numel() * held.element_size()
+            if not nn.parameter.is_lazy(p):
+                held = p.to_local() if isinstance(p, DTensor) else p
+                sizes[id(p)] = held.numel() * held.element_size()
         for child in n.children():
             if id(child) not in found:
                 add(child)
