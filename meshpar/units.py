@@ -94,7 +94,7 @@ def _picked(module: nn.Module, shard_modules: Any) -> list[nn.Module]:
     if shard_modules is None:
         return []
     told = list(shard_modules) if isinstance(shard_modules, list | tuple | set) else [shard_modules]
-    if told and all(isinstance(item, str | type) for item in told):
+    if all(isinstance(item, str | type) for item in told):
         named = dict(module.named_modules())
         names = [name for item in told if isinstance(item, str) for name in _matching(item, list(named))]
         classes = tuple(item for item in told if isinstance(item, type))
