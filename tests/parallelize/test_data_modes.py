@@ -113,12 +113,19 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("make", "layout"), [(unet, None), (transformer, TOKENS), (odd, None)])
+@pytest.mark.parametrize(("make", "layout"), [(unet, None), (transformer, TOKENS)])
 @pytest.mark.parametrize(("data", "spec"), [(data, spec) for data, specs in MESHES.items() for spec in specs])
 def test_training_equals_one_process(data, spec, make, layout):
+    """Three steps of AdamW; copies have the same bits after them."""
     answers = run_ranks(trained, ranks_of(spec), spec, data, make, layout)
-    limit = 1e-8 if make is not odd else 1e-6  # a parameter of `odd` is float32, and its AdamW step is rounded
-    assert max(error for error, _ in answers) < limit
+    assert max(error for error, _ in answers) < 1e-8
+    assert all(bits == answers[0][1] for _, bits in answers)
+
+
+@pytest.mark.parametrize(("data", "spec"), [(data, specs[0]) for data, specs in MESHES.items()])
+def test_training_of_odd_parameters_equals_one_process(data, spec):
+    answers = run_ranks(trained, ranks_of(spec), spec, data, odd, None)
+    assert max(error for error, _ in answers) < 1e-6  # one of them is float32, and its steps are rounded
     assert all(bits == answers[0][1] for _, bits in answers)
 
 
