@@ -17,6 +17,7 @@ from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.precision import Precision
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.tensor import is_packed_plan, splits_for, tensor_parallel
 
 
 def parallelize(
@@ -30,6 +31,7 @@ def parallelize(
     on_gather: str = "warn",
     inputs: Layout = None,
     batch_statistics: str = "global",
+    tensor_plan: str | Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
 
@@ -46,6 +48,8 @@ def parallelize(
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
+        tensor_plan: from globs of module names to how their weights are split over `tensor` (see
+            `meshpar.tensor.STYLES`); "auto" finds MLPs and attention (`auto_plan`). Any plan gives the same numbers.
 
     Returns:
         A module of the same structure. Plain tensors given to it are this data rank's part of the batch with all
@@ -66,11 +70,15 @@ def parallelize(
     _check(model)
     the_mesh = make_mesh(mesh)
     check_options(model, the_mesh, shard_modules, data=data, precision=precision, offload=offload)
-    policy = Policy(on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics)
+    splits = splits_for(model, tensor_plan, the_mesh)
+    policy = Policy(
+        on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics, packed=is_packed_plan(splits)
+    )
     entry = _entry(model, the_mesh, inputs)
     parallel = rewrite(model, policy=policy)
     own_tensors(parallel)
     make_equal(parallel, the_mesh)
+    tensor_parallel(parallel, the_mesh, splits)
     with_entry(parallel, entry, policy)
     fully_shard_over(parallel, the_mesh, shard_modules, data=data, precision=precision, offload=offload)
     return parallel

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshpar import pieces, private, record, runtime
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.intervals import chunks
+from meshpar.mesh import is_ours
+from meshpar.precision import rounded
 from meshpar.spmd import is_on
+from meshpar.tensor import ENTER
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
 SHARDS = "_meshpar_shards"
@@ -103,6 +106,7 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
     """
     if cls.__dict__.get("_meshpar_plain"):
         return cls
+    enter: Callable[..., Any] = getattr(cls, ENTER, lambda self, name, value: value)
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
@@ -116,15 +120,18 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
         shards: Shards = self.__dict__[SHARDS]
         if shards.hooked or not (record.is_inside() and is_on()):
             return value
-        if isinstance(value, DTensor) and _lies_over_data(value):
-            return whole_parameter(value, params, reading.reduce)
-        return value if params in (None, value.dtype) or not value.is_floating_point() else value.to(params)
+        if lies_over_data(value):
+            return enter(self, name, whole_parameter(value, params, reading.reduce))
+        return rounded(value, params)
 
     names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}
     return type(cls.__name__, (cls,), names)
 
 
-def _lies_over_data(w: DTensor) -> bool:
+def lies_over_data(w: Tensor) -> TypeGuard[DTensor]:
+    """Tell whether a parameter is laid over data x domain; an activation, and one over `tensor` alone, is not."""
+    if not isinstance(w, DTensor) or is_ours(w.device_mesh):
+        return False
     return any(axis != TENSOR for axis in pieces.axes_of(w.device_mesh))
 
 

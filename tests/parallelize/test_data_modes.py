@@ -4,6 +4,7 @@ import warnings
 
 import nets
 import pytest
+import tensor_nets
 import torch
 import torch.nn.functional as F
 from test_compile import Transformer
@@ -329,6 +330,43 @@ def test_parameters_split_over_tensor_lie_over_data_as_well(data, spec, rows):
         assert axes[0] == axes[1]
         assert axes[0].endswith("'tensor')")
         assert error < 1e-12
+
+
+def trained_over_tensor(spec: str, data: str) -> tuple[float, dict[str, bytes]]:
+    """Train a transformer that a plan splits over tensor; a weight of it is read while its unit does not run."""
+    mesh = mesh_for(spec)
+    torch.manual_seed(0)
+    reference = tensor_nets.Transformer().double()
+    plan = tensor_nets.TRANSFORMER_PLAN
+    options = {"data": data, "tensor_plan": plan, "on_gather": "allow", "inputs": "data domain"}
+    model = meshpar.parallelize(reference, mesh, shard_modules=["blocks.*"], **options)
+    tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, foreach=False) for m in (model, reference)]
+    for _ in range(3):
+        with meshpar.spmd():
+            (
+                model(tokens.chunk(meshpar.axis_size(mesh, "data"))[meshpar.coordinate(mesh, "data")]) ** 2
+            ).mean().backward()
+        (reference(tokens) ** 2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = meshpar.gather(model.state_dict())
+    errors = [float((state[k] - v).abs().max()) for k, v in reference.state_dict().items()]
+    return max(errors), {k: v.numpy().tobytes() for k, v in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("data", "spec"),
+    [
+        *(("fsdp", "data=2,tensor=2"), ("ddp", "data=1,domain=2,tensor=2"), ("ddp", "data=2,tensor=2")),
+        *(("hsdp", "replica=2,data=1,tensor=2"), ("none", "data=1,domain=2,tensor=2")),
+    ],
+)
+def test_training_over_tensor_equals_one_process(data, spec):
+    answers = run_ranks(trained_over_tensor, 4, spec, data)
+    assert max(error for error, _ in answers) < 1e-8
+    assert all(bits == answers[0][1] for _, bits in answers)
 
 
 def wrong_modes() -> list[str]:
