@@ -113,6 +113,8 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
         if not (isinstance(value, Tensor) and private.holds_parameter(self, name)):
             return value
         params = None if name in reading.as_they_are else reading.params
+        if params is None and not isinstance(value, DTensor):
+            return value
         if torch.compiler.is_compiling():
             if is_tracing() and isinstance(value, DTensor):
                 return as_node(whole_parameter, PLAIN, value, params, reading.reduce)

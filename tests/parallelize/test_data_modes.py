@@ -369,6 +369,23 @@ def test_training_over_tensor_equals_one_process(data, spec):
     assert all(bits == answers[0][1] for _, bits in answers)
 
 
+def channels_last(data: str) -> float:
+    mesh = mesh_for("data=1,domain=2")
+    torch.manual_seed(0)
+    net = unet().to(memory_format=torch.channels_last)
+    model = meshpar.parallelize(net, mesh, data=data)
+    (pair,) = batches(None, 1)
+    error = float((meshpar.gather(model(pair[0])) - net(pair[0])).abs().max().detach())
+    state = meshpar.gather(model.state_dict())
+    assert all(torch.equal(state[k], v) for k, v in net.state_dict().items())
+    return error
+
+
+@pytest.mark.parametrize("data", ["fsdp", "ddp"])
+def test_a_model_in_channels_last_is_laid_over_the_ranks(data):
+    assert max(run_ranks(channels_last, 2, data)) < 1e-12
+
+
 def wrong_modes() -> list[str]:
     net = nn.Conv2d(1, 1, 1)
     cases = [

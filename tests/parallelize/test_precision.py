@@ -12,6 +12,7 @@ import types
 
 import nets
 import pytest
+import tensor_nets
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -138,6 +139,44 @@ def test_computed_weights_are_computed_unrounded(make, data, spec):
         assert max(errors.values()) < FEW_ROUNDINGS, errors
         assert max(buffers, default=0.0) < 1e-14
         assert (len(buffers) > 0) == ("spectral" in make.__name__)
+
+
+def over_tensor(make, plan, spec: str) -> dict[str, float]:
+    """Compare a split network with itself in float64: rounding is all that may differ."""
+    mesh = mesh_for(spec)
+    nets_made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets_made.append(make().double())
+    net, reference = nets_made
+    model = meshpar.parallelize(net, mesh, tensor_plan=plan, precision=NARROW, on_gather="allow")
+    shape = (4, 2, 9, 8) if make is tensor_nets.Spectral else (4, 6, 8)
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y, expected = model(part_of(x, mesh)), reference(x)
+    with meshpar.spmd():
+        (y**2).sum().backward()
+    (expected**2).sum().backward()
+    errors = {"output": largest(meshpar.gather(y).detach(), expected.detach())}
+    for name, ref in reference.named_parameters():
+        errors[name] = largest(meshpar.gather(model.get_parameter(name).grad), ref.grad)
+    for name, ref in reference.named_buffers():
+        errors[f"buffer {name}"] = largest(meshpar.gather(model.get_buffer(name)), ref)
+    return errors
+
+
+@pytest.mark.parametrize("spec", ["data=2,tensor=2", "data=1,domain=2,tensor=2"])
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (tensor_nets.Spectral, {"conv": "colwise", "old": "rowwise", "lin": "colwise"}),
+        (tensor_nets.FusedAttention, {"qkv": "packed", "proj": "rowwise"}),
+    ],
+)
+def test_weights_over_tensor_are_computed_unrounded_too(make, plan, spec):
+    for errors in run_ranks(over_tensor, 4, make, plan, spec):
+        assert max(errors.values()) < FEW_ROUNDINGS, errors
+        assert errors["output"] > 2.0**-40
+        assert max((e for name, e in errors.items() if name.startswith("buffer")), default=0.0) < 1e-14
 
 
 @pytest.mark.parametrize("make", [nets.UNet, spectral_old, spectral_new])
