@@ -17,7 +17,7 @@ from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.precision import Precision
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
-from meshpar.tensor import is_packed_plan, splits_for, tensor_parallel
+from meshpar.tensor import is_packed_plan, read_split, splits_for, tensor_parallel
 
 
 def parallelize(
@@ -81,6 +81,7 @@ def parallelize(
     tensor_parallel(parallel, the_mesh, splits)
     with_entry(parallel, entry, policy)
     fully_shard_over(parallel, the_mesh, shard_modules, data=data, precision=precision, offload=offload)
+    read_split(parallel, the_mesh, splits)
     return parallel
 
 

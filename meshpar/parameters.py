@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -27,7 +27,6 @@ from meshpar.intervals import chunks
 from meshpar.mesh import is_ours
 from meshpar.precision import rounded
 from meshpar.spmd import is_on
-from meshpar.tensor import ENTER
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
 SHARDS = "_meshpar_shards"
@@ -106,7 +105,6 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
     """
     if cls.__dict__.get("_meshpar_plain"):
         return cls
-    enter: Callable[..., Any] = getattr(cls, ENTER, lambda self, name, value: value)
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
@@ -123,7 +121,7 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
         if shards.hooked or not (record.is_inside() and is_on()):
             return value
         if lies_over_data(value):
-            return enter(self, name, whole_parameter(value, params, reading.reduce))
+            return whole_parameter(value, params, reading.reduce)
         return rounded(value, params)
 
     names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}

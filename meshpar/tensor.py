@@ -27,11 +27,10 @@ from meshpar.autoplan import auto_plan
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
 from meshpar.mesh import axis_size
+from meshpar.registry import policy as current_policy
 from meshpar.rewrite import STATE, quietly
 from meshpar.spmd import Spmd, is_on
-
-ENTER = "_meshpar_enter"
-"""Name of the method by which a module makes an activation of a parameter of its own that is split over `tensor`."""
+from meshpar.traced import as_node, direct, is_tracing
 
 STYLES = ("colwise", "rowwise", "packed", "replicate")
 """colwise splits the output channels of a layer, rowwise its input channels, packed the channels of each of the equal
@@ -288,6 +287,15 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
             if id(p) not in memo:
                 memo[id(p)] = _split(p, mesh, split.dim)
             setattr(owner, name, memo[id(p)])
+
+
+def read_split(model: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
+    """Let split weights be activations for a forward, in place, after `fully_shard`, which gathers them split."""
+    if axis_size(mesh, "tensor") == 1:
+        return
+    modules = dict(model.named_modules())
+    for path, by_name in splits.items():
+        owner = modules[path]
         owner.__dict__[_SPLITS] = dict(by_name)
         private.wrap_pre_hooks(owner, functools.partial(_under_rules, owner=owner))
         owner.__class__ = _split_class(type(owner))
@@ -295,6 +303,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
 def _under_rules(hook: Callable[..., Any], owner: nn.Module) -> Callable[..., Any]:
     """Let a hook that makes a weight (the old spectral norm) meet the rules, at the root too, where no mode is on."""
+    if not hasattr(hook, "compute_weight"):
+        return hook
 
     @functools.wraps(hook, updated=())
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -324,14 +334,16 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
         return cls
 
     def __getattr__(self: nn.Module, name: str) -> Any:
-        return enter(self, name, cls.__getattr__(self, name))
-
-    def enter(self: nn.Module, name: str, value: Any) -> Any:
-        split = self.__dict__[_SPLITS].get(name) if isinstance(value, DTensor) and is_on() else None
-        if split is None or value.device_mesh.mesh_dim_names != ("tensor",):
+        value: Any = cls.__getattr__(self, name)
+        split = self.__dict__[_SPLITS].get(name) if isinstance(value, DTensor) else None
+        if split is None:
             return value
-        mesh = self.__dict__[STATE].policy.mesh
-        return packed.mark(entered(value, mesh, split.dim), split.parts)
+        policy = self.__dict__[STATE].policy
+        if torch.compiler.is_compiling():
+            return as_node(split_weight, policy, value, split.dim) if is_tracing() else value
+        if not is_on() or value.device_mesh.mesh_dim_names != ("tensor",):
+            return value
+        return packed.mark(entered(value, policy.mesh, split.dim), split.parts)
 
     def extra_repr(self: nn.Module) -> str:
         styles = sorted({split.style for split in self.__dict__[_SPLITS].values()})
@@ -344,10 +356,17 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__getattr__": __getattr__,
-        ENTER: enter,
         "extra_repr": extra_repr,
     }
     return type(cls.__name__, quietly(cls), names)
+
+
+@direct
+def split_weight(w: DTensor, dim: int) -> DTensor:
+    """Give a weight of a graph as an activation; the parts of a fused one are not told apart there, which costs."""
+    mesh = current_policy().mesh
+    assert mesh is not None
+    return entered(w, mesh, dim)
 
 
 def entered(w: DTensor, mesh: DeviceMesh, dim: int) -> DTensor:
