@@ -23,8 +23,10 @@ from meshpar.mesh import (
     is_last,
     make_mesh,
     neighbours,
+    replicas,
 )
 from meshpar.parallelize import mesh_of, parallelize
+from meshpar.precision import Precision
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
 from meshpar.scope import spmd
@@ -37,6 +39,7 @@ __all__ = [
     "MeshSpec",
     "MeshparError",
     "PeerError",
+    "Precision",
     "Record",
     "ShardingError",
     "SpecError",
@@ -55,6 +58,7 @@ __all__ = [
     "neighbours",
     "parallelize",
     "record",
+    "replicas",
     "rewrite",
     "rules",
     "shard",

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from meshpar import private
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import axis_size, replicas, space_mesh, summed_mesh
-from meshpar.parameters import SHARDS, Reading, Shards, reading_plain, shard_plain_values, summed_grad
+from meshpar.parameters import SHARDS, Reading, Shards, lies_over_data, reading_plain, shard_plain_values, summed_grad
 from meshpar.precision import Precision, cast, computes_weights, kept_whole, round_computed, unrounded
 from meshpar.units import inner_first, units
 
@@ -226,7 +226,7 @@ def _unrounded_units(root: nn.Module) -> list[nn.Module]:
 
 def _policy(unit: nn.Module, told: Precision | None, whole: Precision | None) -> MixedPrecisionPolicy:
     """Tell `fully_shard` the dtypes of a unit; inputs and outputs are cast by `_Unit`, in graphs too."""
-    main = _main_dtype([p for p in unit.parameters() if not isinstance(p, DTensor)])
+    main = _main_dtype([p for p in unit.parameters() if not lies_over_data(p)])  # the others are in a unit already
     if whole is None or main is None or not main.is_floating_point:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     params = None if told is None else told.params

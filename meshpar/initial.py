@@ -45,7 +45,8 @@ def own_tensors(module: nn.Module) -> None:
 
 
 def _twin(p: nn.Parameter) -> nn.Parameter:
-    twin = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+    # Contiguous, whatever the model has (channels_last): `fully_shard` takes no other.
+    twin = nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format), requires_grad=p.requires_grad)
     twin.__dict__.update(p.__dict__)
     return twin
 

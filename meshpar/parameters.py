@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshpar import pieces, private, record, runtime
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.intervals import chunks
+from meshpar.mesh import is_ours
+from meshpar.precision import rounded
 from meshpar.spmd import is_on
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
@@ -109,6 +111,8 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
         if not (isinstance(value, Tensor) and private.holds_parameter(self, name)):
             return value
         params = None if name in reading.as_they_are else reading.params
+        if params is None and not isinstance(value, DTensor):
+            return value
         if torch.compiler.is_compiling():
             if is_tracing() and isinstance(value, DTensor):
                 return as_node(whole_parameter, PLAIN, value, params, reading.reduce)
@@ -116,15 +120,18 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
         shards: Shards = self.__dict__[SHARDS]
         if shards.hooked or not (record.is_inside() and is_on()):
             return value
-        if isinstance(value, DTensor) and _lies_over_data(value):
+        if lies_over_data(value):
             return whole_parameter(value, params, reading.reduce)
-        return value if params in (None, value.dtype) or not value.is_floating_point() else value.to(params)
+        return rounded(value, params)
 
     names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}
     return type(cls.__name__, (cls,), names)
 
 
-def _lies_over_data(w: DTensor) -> bool:
+def lies_over_data(w: Tensor) -> TypeGuard[DTensor]:
+    """Tell whether a parameter is laid over data x domain; an activation, and one over `tensor` alone, is not."""
+    if not isinstance(w, DTensor) or is_ours(w.device_mesh):
+        return False
     return any(axis != TENSOR for axis in pieces.axes_of(w.device_mesh))
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from meshpar import private
+from meshpar import packed, private
 from meshpar.errors import SpecError, explain
 from meshpar.private import pytree
 
@@ -113,13 +115,23 @@ def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map(leaf, tree)
 
 
+def rounded(w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Round a weight, which may be packed, if it is one of floating-point numbers."""
+    if dtype in (None, w.dtype) or not w.is_floating_point():
+        return w
+    parts = packed.parts_of(w)
+    w = w.to(dtype)
+    return packed.mark(w, parts) if isinstance(w, DTensor) else w
+
+
 def computed_weights(module: nn.Module) -> list[str]:
     """Name the weights that hooks of a module compute before its forward."""
     return [hook.name for hook in _computing(module)]
 
 
 def _computing(module: nn.Module) -> Iterator[Any]:
-    return (hook for hook in private.pre_hooks(module) if type(hook) in _HOOKS)
+    hooks = map(inspect.unwrap, private.pre_hooks(module))
+    return (hook for hook in hooks if type(hook) in _HOOKS)
 
 
 def computes_weights(module: nn.Module) -> bool:
@@ -133,12 +145,12 @@ def round_computed(module: nn.Module, dtype: torch.dtype) -> None:
     """Round the weights that hooks of a module compute, from its next forward on."""
     names = computed_weights(module)
 
-    def rounded(module: nn.Module, _: Any) -> None:
+    def round_them(module: nn.Module, _: Any) -> None:
         for name in names:
-            setattr(module, name, getattr(module, name).to(dtype))
+            setattr(module, name, rounded(getattr(module, name), dtype))
 
     if names:
-        module.register_forward_pre_hook(rounded)
+        module.register_forward_pre_hook(round_them)
 
 
 def unrounded(root: nn.Module) -> dict[int, set[str]]:

@@ -45,6 +45,13 @@ SLOW_NAMES = (
     "rows_and_columns_merge",
     "dtype_form_and_mode",
     "hard_sizes",
+    "policy_by_hand",
+    "computed_unrounded",
+    "running_statistics_stay",
+    "bits_of_the_hand",
+    "plain_files_load",
+    "split_over_tensor",
+    "two_parts_share",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

@@ -4,6 +4,7 @@ import warnings
 
 import nets
 import pytest
+import tensor_nets
 import torch
 import torch.nn.functional as F
 from test_compile import Transformer
@@ -113,12 +114,19 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("make", "layout"), [(unet, None), (transformer, TOKENS), (odd, None)])
+@pytest.mark.parametrize(("make", "layout"), [(unet, None), (transformer, TOKENS)])
 @pytest.mark.parametrize(("data", "spec"), [(data, spec) for data, specs in MESHES.items() for spec in specs])
 def test_training_equals_one_process(data, spec, make, layout):
+    """Three steps of AdamW; copies have the same bits after them."""
     answers = run_ranks(trained, ranks_of(spec), spec, data, make, layout)
-    limit = 1e-8 if make is not odd else 1e-6  # a parameter of `odd` is float32, and its AdamW step is rounded
-    assert max(error for error, _ in answers) < limit
+    assert max(error for error, _ in answers) < 1e-8
+    assert all(bits == answers[0][1] for _, bits in answers)
+
+
+@pytest.mark.parametrize(("data", "spec"), [(data, specs[0]) for data, specs in MESHES.items()])
+def test_training_of_odd_parameters_equals_one_process(data, spec):
+    answers = run_ranks(trained, ranks_of(spec), spec, data, odd, None)
+    assert max(error for error, _ in answers) < 1e-6  # one of them is float32, and its steps are rounded
     assert all(bits == answers[0][1] for _, bits in answers)
 
 
@@ -322,6 +330,60 @@ def test_parameters_split_over_tensor_lie_over_data_as_well(data, spec, rows):
         assert axes[0] == axes[1]
         assert axes[0].endswith("'tensor')")
         assert error < 1e-12
+
+
+def trained_over_tensor(spec: str, data: str) -> tuple[float, dict[str, bytes]]:
+    """Train a transformer that a plan splits over tensor; a weight of it is read while its unit does not run."""
+    mesh = mesh_for(spec)
+    torch.manual_seed(0)
+    reference = tensor_nets.Transformer().double()
+    plan = tensor_nets.TRANSFORMER_PLAN
+    options = {"data": data, "tensor_plan": plan, "on_gather": "allow", "inputs": "data domain"}
+    model = meshpar.parallelize(reference, mesh, shard_modules=["blocks.*"], **options)
+    tokens = torch.randint(0, 12, (4, 6), generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.02, foreach=False) for m in (model, reference)]
+    for _ in range(3):
+        with meshpar.spmd():
+            (
+                model(tokens.chunk(meshpar.axis_size(mesh, "data"))[meshpar.coordinate(mesh, "data")]) ** 2
+            ).mean().backward()
+        (reference(tokens) ** 2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = meshpar.gather(model.state_dict())
+    errors = [float((state[k] - v).abs().max()) for k, v in reference.state_dict().items()]
+    return max(errors), {k: v.numpy().tobytes() for k, v in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("data", "spec"),
+    [
+        *(("fsdp", "data=2,tensor=2"), ("ddp", "data=1,domain=2,tensor=2"), ("ddp", "data=2,tensor=2")),
+        *(("hsdp", "replica=2,data=1,tensor=2"), ("none", "data=1,domain=2,tensor=2")),
+    ],
+)
+def test_training_over_tensor_equals_one_process(data, spec):
+    answers = run_ranks(trained_over_tensor, 4, spec, data)
+    assert max(error for error, _ in answers) < 1e-8
+    assert all(bits == answers[0][1] for _, bits in answers)
+
+
+def channels_last(data: str) -> float:
+    mesh = mesh_for("data=1,domain=2")
+    torch.manual_seed(0)
+    net = unet().to(memory_format=torch.channels_last)
+    model = meshpar.parallelize(net, mesh, data=data)
+    (pair,) = batches(None, 1)
+    error = float((meshpar.gather(model(pair[0])) - net(pair[0])).abs().max().detach())
+    state = meshpar.gather(model.state_dict())
+    assert all(torch.equal(state[k], v) for k, v in net.state_dict().items())
+    return error
+
+
+@pytest.mark.parametrize("data", ["fsdp", "ddp"])
+def test_a_model_in_channels_last_is_laid_over_the_ranks(data):
+    assert max(run_ranks(channels_last, 2, data)) < 1e-12
 
 
 def wrong_modes() -> list[str]:

@@ -12,6 +12,7 @@ import types
 
 import nets
 import pytest
+import tensor_nets
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -77,7 +78,8 @@ def compared(spec: str, data: str, make, told, dtype, compiled: bool = False) ->
         model.compile(fullgraph=True, backend="aot_eager")
     x, _ = batch(dtype)
     precision = Precision.read(told)
-    unrounded = copy.deepcopy(net)(x)
+    torch.manual_seed(0)
+    unrounded = make().to(dtype)(x)
     y = by_hand(net, x, precision.params)
     y = y if precision.output is None else y.to(precision.output)
     found = model(part_of(x, mesh))
@@ -119,8 +121,17 @@ def weight_norm_old() -> nn.Module:
         return nn.Sequential(nn.utils.weight_norm(nn.Conv2d(2, 3, 3, padding=1)), nn.SiLU(), nn.Conv2d(3, 2, 3))
 
 
-@pytest.mark.parametrize("make", [spectral_old, spectral_new, nets.weight_normed, weight_norm_old])
-@pytest.mark.parametrize(("data", "spec"), MESHES)
+@pytest.mark.parametrize(
+    ("make", "data", "spec"),
+    [
+        (spectral_old, "fsdp", "data=2,domain=2"),
+        (spectral_old, "ddp", "data=1,domain=4"),
+        (spectral_new, "hsdp", "replica=2,data=1,domain=2"),
+        (spectral_new, "fsdp", "data=1,domain=4"),
+        (nets.weight_normed, "fsdp", "data=2,domain=2"),
+        (weight_norm_old, "ddp", "data=2,domain=2"),
+    ],
+)
 def test_computed_weights_are_computed_unrounded(make, data, spec):
     """The vectors of the power iteration have no rounding of float32 in them."""
     for errors in run_ranks(compared, 4, spec, data, make, NARROW, torch.float64):
@@ -128,6 +139,44 @@ def test_computed_weights_are_computed_unrounded(make, data, spec):
         assert max(errors.values()) < FEW_ROUNDINGS, errors
         assert max(buffers, default=0.0) < 1e-14
         assert (len(buffers) > 0) == ("spectral" in make.__name__)
+
+
+def over_tensor(make, plan, spec: str) -> dict[str, float]:
+    """Compare a split network with itself in float64: rounding is all that may differ."""
+    mesh = mesh_for(spec)
+    nets_made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets_made.append(make().double())
+    net, reference = nets_made
+    model = meshpar.parallelize(net, mesh, tensor_plan=plan, precision=NARROW, on_gather="allow")
+    shape = (4, 2, 9, 8) if make is tensor_nets.Spectral else (4, 6, 8)
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y, expected = model(part_of(x, mesh)), reference(x)
+    with meshpar.spmd():
+        (y**2).sum().backward()
+    (expected**2).sum().backward()
+    errors = {"output": largest(meshpar.gather(y).detach(), expected.detach())}
+    for name, ref in reference.named_parameters():
+        errors[name] = largest(meshpar.gather(model.get_parameter(name).grad), ref.grad)
+    for name, ref in reference.named_buffers():
+        errors[f"buffer {name}"] = largest(meshpar.gather(model.get_buffer(name)), ref)
+    return errors
+
+
+@pytest.mark.parametrize("spec", ["data=2,tensor=2", "data=1,domain=2,tensor=2"])
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (tensor_nets.Spectral, {"conv": "colwise", "old": "rowwise", "lin": "colwise"}),
+        (tensor_nets.FusedAttention, {"qkv": "packed", "proj": "rowwise"}),
+    ],
+)
+def test_weights_over_tensor_are_computed_unrounded_too(make, plan, spec):
+    for errors in run_ranks(over_tensor, 4, make, plan, spec):
+        assert max(errors.values()) < FEW_ROUNDINGS, errors
+        assert errors["output"] > 2.0**-40
+        assert max((e for name, e in errors.items() if name.startswith("buffer")), default=0.0) < 1e-14
 
 
 @pytest.mark.parametrize("make", [nets.UNet, spectral_old, spectral_new])
@@ -153,7 +202,9 @@ class Small(nn.Module):
         return self.head(x * self.gain)
 
 
-@pytest.mark.parametrize(("make", "spec"), [(Small, "data=2,domain=1"), (spectral_new, "data=1,domain=2")])
+@pytest.mark.parametrize(
+    ("make", "spec"), [(Small, "data=2,domain=1"), (spectral_new, "data=1,domain=2"), (spectral_old, "data=1,domain=2")]
+)
 def test_compiled_equals_the_policy_by_hand(make, spec):
     """In a graph parameters are gathered and cast by nodes of it."""
     answers = run_ranks(compared, 2, spec, "fsdp", make, NARROW, torch.float64, compiled=True, timeout_s=600.0)
