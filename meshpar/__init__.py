@@ -6,6 +6,7 @@ from meshpar.errors import (
     GatherError,
     GatherWarning,
     MeshparError,
+    NonFiniteError,
     PeerError,
     ShardingError,
     SpecError,
@@ -24,6 +25,7 @@ from meshpar.mesh import (
     make_mesh,
     neighbours,
 )
+from meshpar.optim import clip_grad_norm_, grad_norm
 from meshpar.parallelize import mesh_of, parallelize
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
@@ -36,6 +38,7 @@ __all__ = [
     "GatherWarning",
     "MeshSpec",
     "MeshparError",
+    "NonFiniteError",
     "PeerError",
     "Record",
     "ShardingError",
@@ -44,9 +47,11 @@ __all__ = [
     "axis_group",
     "axis_ranks",
     "axis_size",
+    "clip_grad_norm_",
     "coordinate",
     "fetch",
     "gather",
+    "grad_norm",
     "is_first",
     "is_last",
     "layers",

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshpar import guard, private, runtime, shortcut
+from meshpar import guard, lists, private, runtime, shortcut
 from meshpar.errors import SpecError, explain
 
 AXES = ("data", "domain", "tensor")
@@ -213,6 +213,7 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
     """
     guard.install()
     shortcut.install()
+    lists.install()
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
     resolved = MeshSpec.parse(spec).resolve(runtime.world_size())
