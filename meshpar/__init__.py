@@ -2,6 +2,7 @@
 
 from meshpar import layers, rules
 from meshpar.batch import gather, shard, shard_batch
+from meshpar.chosen import should_not_checkpoint
 from meshpar.errors import (
     GatherError,
     GatherWarning,
@@ -64,6 +65,7 @@ __all__ = [
     "rules",
     "shard",
     "shard_batch",
+    "should_not_checkpoint",
     "sphere_pad",
     "spmd",
 ]

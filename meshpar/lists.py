@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -13,6 +13,7 @@ from meshpar.batch import Layout, shard_batch
 from meshpar.data import fully_shard_over, make_equal, own_tensors
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import MeshSpec, make_mesh
+from meshpar.recompute import checkpoint_activations
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
 
@@ -26,6 +27,7 @@ def parallelize(
     on_gather: str = "warn",
     inputs: Layout = None,
     batch_statistics: str = "global",
+    checkpoint: Any = None,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
 
@@ -37,6 +39,8 @@ def parallelize(
         on_gather: "warn" once per call site about an op that has no rule, "error", or "allow".
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
+        checkpoint: which modules keep their inputs alone and run again in the backward: "blocks", "all", a class, a
+            list of classes or a predicate; see `meshpar.chosen.modules_to_checkpoint`.
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
 
     Returns:
@@ -60,6 +64,7 @@ def parallelize(
     policy = Policy(on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics)
     entry = _entry(model, the_mesh, inputs)
     parallel = rewrite(model, policy=policy)
+    checkpoint_activations(parallel, checkpoint)
     own_tensors(parallel)
     make_equal(parallel, the_mesh)
     with_entry(parallel, entry, policy)

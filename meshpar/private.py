@@ -362,6 +362,16 @@ def holds_parameter(module: torch.nn.Module, name: str) -> bool:
     return name in module._parameters
 
 
+def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Give where a module keeps its parameters by name (no public name is planned)."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Give where a module keeps its buffers by name (no public name is planned)."""
+    return module._buffers
+
+
 def put_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     """Put a tensor in the place of a parameter, as `torch.func.functional_call` does for a call."""
     module._parameters[name] = value  # type: ignore[assignment]
