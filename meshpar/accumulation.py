@@ -68,8 +68,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module) or state_of(model) is None:
         raise SpecError(
-            explain("no_sync: not a parallel model.", got=f"a {type(model).__name__}", needs="a model of parallelize",
-                    fix="model = meshpar.parallelize(model, mesh)")
+            explain(
+                "no_sync: not a parallel model.",
+                got=f"a {type(model).__name__}",
+                needs="a model of parallelize",
+                fix="model = meshpar.parallelize(model, mesh)",
+            )
         )
     left = [_waiting(p) for p in _left(model)]
     _open(model, left, 1)

@@ -16,6 +16,7 @@ from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.recompute import checkpoint_activations
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.tensor import is_packed_plan, splits_for, tensor_parallel
 
 
 def parallelize(
@@ -28,6 +29,7 @@ def parallelize(
     inputs: Layout = None,
     batch_statistics: str = "global",
     checkpoint: Any = None,
+    tensor_plan: str | Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
 
@@ -42,6 +44,8 @@ def parallelize(
         checkpoint: which modules keep their inputs alone and run again in the backward: "blocks", "all", a class, a
             list of classes or a predicate; see `meshpar.chosen.modules_to_checkpoint`.
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
+        tensor_plan: from globs of module names to how their weights are split over `tensor` (see
+            `meshpar.tensor.STYLES`); "auto" finds MLPs and attention (`auto_plan`). Any plan gives the same numbers.
 
     Returns:
         A module of the same structure. Plain tensors given to it are this data rank's part of the batch with all
@@ -61,12 +65,16 @@ def parallelize(
     """
     _check(model, data)
     the_mesh = make_mesh(mesh)
-    policy = Policy(on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics)
+    splits = splits_for(model, tensor_plan, the_mesh)
+    policy = Policy(
+        on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics, packed=is_packed_plan(splits)
+    )
     entry = _entry(model, the_mesh, inputs)
     parallel = rewrite(model, policy=policy)
     checkpoint_activations(parallel, checkpoint)
     own_tensors(parallel)
     make_equal(parallel, the_mesh)
+    tensor_parallel(parallel, the_mesh, splits)
     with_entry(parallel, entry, policy)
     fully_shard_over(parallel, the_mesh, shard_modules)
     return parallel

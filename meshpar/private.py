@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,6 +38,9 @@ NESTED_FROM_MASK = torch._nested_tensor_from_mask_left_aligned
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 """The aten op by which `torch.amp.GradScaler` unscales gradients (public when the scaler has a hook for its check)."""
+
+StridedShard = _StridedShard
+"""A shard of each of the equal parts of a dim, as a placement (public when DTensor settles on a name)."""
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 """The aten op behind `item()` (the op has no public name)."""
@@ -370,6 +374,12 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
 def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
     """Give where a module keeps its buffers by name (no public name is planned)."""
     return module._buffers
+
+
+def wrap_pre_hooks(module: torch.nn.Module, wrap: Callable[..., Any]) -> None:
+    """Put other functions in the place of the hooks that run before a forward (no public name is planned)."""
+    hooks = module._forward_pre_hooks
+    hooks.update({key: wrap(hook) for key, hook in hooks.items()})
 
 
 def put_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -19,6 +19,8 @@ from meshpar import pieces
 from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.registry import rule
+from meshpar.rules import channels
+from meshpar.rules.channels import added_up, brought, read, share_of
 from meshpar.rules.compact import halo_of, kept_once, shares_memory
 from meshpar.rules.spatial import settle, sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
@@ -46,7 +48,7 @@ def convolve(
 
     Args:
         x: global shape (B, C, *spatial) or (C, *spatial); a plain tensor is convolved by plain torch.
-        weight: plain, equal on all ranks, or a DTensor.
+        weight: plain, equal on all ranks, or split over `tensor` (see `rules.channels`).
         bias: likewise, or None.
         stride: as in torch.
         padding: as in torch: numbers, "same" or "valid".
@@ -60,7 +62,8 @@ def convolve(
 
     Communication:
         One exchange for each sharded spatial dim: the rows under this rank's outputs that other ranks own; none where
-        each rank owns all that it reads. The backward sends their gradients home. Sharded channels are gathered.
+        each rank owns all that it reads. The backward sends their gradients home. Channels over `tensor`: see
+        `rules.channels`; sharded otherwise, they are gathered.
 
     Raises:
         RuntimeError: what torch refuses on one process; on all ranks, before any communication.
@@ -74,15 +77,34 @@ def convolve(
     num_dims = int(op[-2])
     shape = checked_shape(_plain, x, num_dims, spec(weight), spec(bias), *options)
     first = x.dim() - num_dims
-    keep = [*range(first - 1), *range(first, x.dim())]
+    share = share_of(x, weight, first - 1, groups)
+    num_kept = first if share is not None and share.held else first - 1
+    keep = [*range(num_kept), *range(first, x.dim())]
+    x = x if share is None else brought(x, share, f"F.{op}")
     x = settle(x, keep, f"F.{op}", nested=range(first - 1))
-    mesh, placements = x.device_mesh, x.placements
-    own_weight = pieces.companion(weight, mesh, placements)
-    own_bias = None if bias is None else pieces.companion(bias, mesh, placements)
+    added: Tensor | None = None
+    if share is None:
+        piece, placements = pieces.local(x), list(x.placements)
+        own_weight = pieces.companion(weight, x.device_mesh, placements)
+        own_bias = None if bias is None else pieces.companion(bias, x.device_mesh, placements)
+    else:
+        piece, placements = read(x, share), list(x.placements)
+        own_weight = channels.own_weight(weight, share, placements, f"F.{op}")
+        added, own_bias = (bias, None) if share.kind == "in" else (None, bias)
+        own_bias = None if own_bias is None else channels.own_weight(own_bias, share, placements, f"F.{op}")
+        placements[share.axis] = share.placement
+        groups = piece.shape[first - 1] // own_weight.shape[1] if share.kind == "groups" else groups
+    mesh = x.device_mesh
+    options = (stride, padding, dilation, groups, padding_mode, op)
+
+    def finished(result: Tensor) -> Tensor:
+        if share is not None and share.kind == "in":
+            result = added_up(result, added, share, x.placements, f"F.{op}")
+        return pieces.whole(result, mesh, placements, shape)
+
     sharded = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= first}
-    piece = pieces.local(x)
     if not sharded:
-        return pieces.whole(_plain(piece, own_weight, own_bias, *options), mesh, placements, shape)
+        return finished(_plain(piece, own_weight, own_bias, *options))
     kernels = tuple(weight.shape[2:])
     strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
     pads = _pads(padding, kernels, dilations)
@@ -110,7 +132,7 @@ def convolve(
         result = _padded_conv(piece, own_weight, own_bias, strides, inner, dilations, groups, padding_mode, op)
     for dim, _ in empty:
         result = result.narrow(dim, 0, 0)
-    return pieces.whole(result, mesh, placements, shape)
+    return finished(result)
 
 
 def _plain(
