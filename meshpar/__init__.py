@@ -1,8 +1,10 @@
 """meshpar: any `torch.nn.Module` on a mesh of data x domain x tensor ranks, with the same numbers."""
 
 from meshpar import layers, rules
+from meshpar.accumulation import no_sync
 from meshpar.batch import gather, shard, shard_batch
 from meshpar.chosen import should_not_checkpoint
+from meshpar.ema import EMA
 from meshpar.errors import (
     GatherError,
     GatherWarning,
@@ -34,6 +36,7 @@ from meshpar.scope import spmd
 
 __all__ = [
     "AXES",
+    "EMA",
     "Entry",
     "GatherError",
     "GatherWarning",
@@ -59,6 +62,7 @@ __all__ = [
     "make_mesh",
     "mesh_of",
     "neighbours",
+    "no_sync",
     "parallelize",
     "record",
     "rewrite",

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshpar import private
+from meshpar.accumulation import whole_or_waiting
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
@@ -326,7 +327,7 @@ def _reading_plain(cls: type[nn.Module]) -> type[nn.Module]:
                 return as_node(whole_parameter, PLAIN, value) if is_tracing() else value
             shards: _Shards = self.__dict__[_SHARDS]
             if is_on() and (shards.away is not None or all(p.is_replicate() for p in value.placements)):
-                return whole_parameter(value)
+                return whole_or_waiting(value, whole_parameter)
         return value
 
     names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}

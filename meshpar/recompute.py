@@ -82,8 +82,8 @@ def _run(module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kw
         return inner(*again, **named)
 
     start = _Start(module)
-    # A rank with an empty shard saves less than others: were the second run ended after the last saved tensor, as torch
-    # would by itself, that rank would leave an exchange out that others wait for.
+    # By itself torch would end the second run after the last tensor that the first one saved. Should a rank with an empty
+    # shard save less than others, it would leave out an exchange that they wait for.
     return checkpoint(
         part,
         *[leaves[i] for i in at],

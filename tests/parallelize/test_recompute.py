@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import meshpar
 from meshpar.chosen import modules_to_checkpoint
@@ -358,24 +357,3 @@ def test_a_selection_that_chooses_nothing_is_refused_on_all_ranks(what, text):
         run_ranks(refused, 2, what)
     assert all(isinstance(e, meshpar.SpecError) for e in caught.value.exceptions.values())
     assert len(caught.value.exceptions) == 2
-
-
-def own_call() -> float:
-    """A user's own `torch.utils.checkpoint` whose last exchange a rank without rows might leave out."""
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(1, 1, 3, padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch_checkpoint(lambda v: F.max_pool2d(self.conv(v), 3, 1, 1), x, use_reentrant=False)
-
-    torch.manual_seed(0)
-    net = Own().double()
-    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
-    return max(assert_equivalent(net, [x], mesh_for("data=1,domain=4")).errors.values())
-
-
-def test_a_users_own_checkpoint_makes_all_of_its_exchanges():
-    assert max(run_ranks(own_call, 4)) < 1e-12
