@@ -25,7 +25,7 @@ from meshpar.rewrite import state_of
 _WAITING = "_meshpar_waiting"
 """Name of the attribute in which a model counts the blocks that are open, and a parameter keeps what waits for it."""
 
-Whole = Callable[[Tensor], Tensor]
+Whole = Callable[[DTensor], Tensor]
 """Gives the whole of a parameter; its backward sums the parts of all ranks."""
 
 
@@ -84,27 +84,28 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             _sum_before_the_next_forward(model)
 
 
-def _left(model: nn.Module) -> list[nn.Parameter]:
+def _left(model: nn.Module) -> list[DTensor]:
     return [p for p in model.parameters() if isinstance(p, DTensor)]
 
 
-def _waiting(owner: nn.Module | nn.Parameter) -> _Waiting:
+def _waiting(owner: nn.Module | DTensor) -> _Waiting:
     held: _Waiting = owner.__dict__.setdefault(_WAITING, _Waiting())
     return held
 
 
 def _open(model: nn.Module, by: int) -> None:
-    for owner in (model, *_left(model)):
+    owners: list[nn.Module | DTensor] = [model, *_left(model)]
+    for owner in owners:
         _waiting(owner).depth += by
     for m in model.modules():
         if isinstance(m, FSDPModule):
             m.set_requires_gradient_sync(_waiting(model).depth == 0, recurse=False)
 
 
-def whole_or_waiting(p: Tensor, whole: Whole) -> Tensor:
+def whole_or_waiting(p: DTensor, whole: Whole) -> Tensor:
     """Give the whole of a parameter that `fully_shard` was told to leave; its gradient waits inside of `no_sync`."""
     held = p.__dict__.get(_WAITING)
-    return whole(p) if held is None else _Wait.apply(p, held, whole)  # type: ignore[no-any-return]
+    return whole(p) if held is None else _Wait.apply(p, held, whole)
 
 
 class _Wait(torch.autograd.Function):
@@ -122,7 +123,7 @@ class _Wait(torch.autograd.Function):
         return None, None, None
 
 
-def _sum(p: Tensor, held: _Waiting) -> None:
+def _sum(p: DTensor, held: _Waiting) -> None:
     """Sum what waits for a parameter over the ranks, into its gradient."""
     part, held.part = held.part, None
     if part is not None and held.whole is not None:

@@ -117,7 +117,7 @@ class EMA:
 
 
 def _piece(x: Tensor) -> Tensor:
-    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+    return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def _like(x: Tensor, piece: Tensor) -> Tensor:

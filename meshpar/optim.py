@@ -133,10 +133,11 @@ def _total(held: list[Tensor], p: float) -> Tensor:
             groups.setdefault(group, []).append(i)
     for group, members in groups.items():
         _reduce(sums, members, group, p)
-    norms = sums if p == 0 or math.isinf(p) else sums ** (1 / p)
+    norms = sums if p == 0 or math.isinf(p) else sums.pow(1 / p)
     dtypes = [x.real.dtype if x.is_complex() else x.dtype for x in pieces if x is not None]
     answer = torch.float64 if torch.float64 in dtypes else torch.float32
-    return torch.linalg.vector_norm(norms, p).to(answer)
+    total: Tensor = torch.linalg.vector_norm(norms, p)
+    return total.to(answer)
 
 
 def _piece(p: Tensor) -> Tensor | None:
@@ -158,8 +159,8 @@ def _summed(x: Tensor | None, p: float) -> Tensor:
     if x is None or x.numel() == 0:
         return torch.tensor(math.inf if p == -math.inf else 0.0)
     low = x.dtype in (torch.float16, torch.bfloat16)  # their norm may be larger than what they can hold
-    norm = torch.linalg.vector_norm(x, p, dtype=torch.float32 if low else None)
-    return norm if p == 0 or math.isinf(p) else norm.to(_wide(norm.device)) ** p
+    norm: Tensor = torch.linalg.vector_norm(x, p, dtype=torch.float32 if low else None)
+    return norm if p == 0 or math.isinf(p) else norm.to(_wide(norm.device)).pow(p)
 
 
 def _wide(device: torch.device) -> torch.dtype:

@@ -46,7 +46,7 @@ def checkpoint_activations(model: nn.Module, what: Any) -> nn.Module:
         SpecError: `what` cannot be used, or chooses nothing.
     """
     for module in modules_to_checkpoint(model, what):
-        module.__class__ = _recomputing(type(module))
+        module.__class__ = _recomputing(type(module))  # type: ignore[arg-type]
     return model
 
 
@@ -82,8 +82,8 @@ def _run(module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kw
         return inner(*again, **named)
 
     start = _Start(module)
-    # By itself torch would end the second run after the last tensor that the first one saved. Should a rank with an empty
-    # shard save less than others, it would leave out an exchange that they wait for.
+    # torch would end the second run after the last tensor that the first one saved. Should a rank with an empty shard
+    # save less than others, it would leave out an exchange that they wait for.
     return checkpoint(
         part,
         *[leaves[i] for i in at],
@@ -132,7 +132,9 @@ class _Start:
 
     def __init__(self, module: nn.Module) -> None:
         self.owners = list(module.modules())
-        self.attributes = [(vars(module), name, x) for name, x in vars(module).items() if isinstance(x, Tensor)]
+        own = vars(module)
+        self.attributes: list[tuple[dict[str, Any], str, Any]] = []
+        self.attributes += [(own, name, x) for name, x in own.items() if isinstance(x, Tensor)]
         self.attributes += [(vars(owner), "training", owner.training) for owner in self.owners]
         self.parameters = [(t, name, x) for t in map(private.parameters_of, self.owners) for name, x in t.items()]
         self.buffers: list[_Buffer] = []
