@@ -29,7 +29,7 @@ from meshpar.mesh import (
     neighbours,
 )
 from meshpar.optim import clip_grad_norm_, grad_norm
-from meshpar.parallelize import mesh_of, parallelize
+from meshpar.parallelize import mesh_of, parallelize, parallelize_from_config
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
 from meshpar.scope import spmd
@@ -64,6 +64,7 @@ __all__ = [
     "neighbours",
     "no_sync",
     "parallelize",
+    "parallelize_from_config",
     "record",
     "rewrite",
     "rules",

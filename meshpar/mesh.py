@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshpar import guard, lists, private, runtime, shortcut
+from meshpar.config import read_config
 from meshpar.errors import SpecError, explain
 
 AXES = ("data", "domain", "tensor")
@@ -121,6 +122,22 @@ class MeshSpec:
         if twice:
             raise SpecError(_spec_text(text, got=[f"{axis} named twice" for axis in twice], needs=_known()))
         return cls(**dict(pairs))
+
+    @classmethod
+    def from_config(cls, conf: Mapping[str, Any]) -> MeshSpec:
+        """Read the section `trainer` of a configuration: `parallelism`, or the older `mode`; see `meshpar.config`.
+
+        The size of `data` is what the number of ranks leaves, `resolve` says which sizes fit.
+
+        Raises:
+            SpecError: an unknown or misspelt key or value, both forms at once, or neither.
+
+        Example:
+            >>> MeshSpec.from_config({"trainer": {"parallelism": {"data": "fsdp2", "tensor": 2, "domain": 4}}})
+            MeshSpec(data=-1, domain=4, tensor=2)
+        """
+        choice = read_config(conf)
+        return cls(data=choice.data_size, domain=choice.domain, tensor=choice.tensor)
 
     def resolve(self, world_size: int) -> MeshSpec:
         """Put a number in place of -1 and check the product against the number of ranks.

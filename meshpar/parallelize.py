@@ -6,16 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.batch import Layout, shard_batch
+from meshpar.config import read_config
 from meshpar.data import fully_shard_over, make_equal, own_tensors
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.recompute import checkpoint_activations
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.runtime import default_device_type, local_device
 from meshpar.tensor import is_packed_plan, splits_for, tensor_parallel
 
 
@@ -78,6 +81,45 @@ def parallelize(
     with_entry(parallel, entry, policy)
     fully_shard_over(parallel, the_mesh, shard_modules)
     return parallel
+
+
+def parallelize_from_config(
+    conf: Mapping[str, Any], model: nn.Module, device: torch.device | str | None = None, **options: Any
+) -> nn.Module:
+    """Make a model run on the mesh that a trainer's configuration asks for.
+
+    Args:
+        conf: `trainer: {parallelism: {data: fsdp2, tensor: 1, domain: 4}}`, or the older `trainer: {mode: fsdp}`; see
+            `meshpar.config.read_config`.
+        model: any module; it is moved to the device, and not touched otherwise.
+        device: device of this rank; by default CUDA where there is one, else the CPU.
+        **options: further options of `parallelize`.
+
+    Returns:
+        What `parallelize` gives.
+
+    Communication:
+        That of `parallelize`.
+
+    Raises:
+        SpecError: a configuration that cannot be used, or does not fit the number of ranks; on all ranks, before any
+            communication.
+
+    Example:
+        >>> import torch
+        >>> model = parallelize_from_config({"trainer": {"parallelism": {"data": "fsdp2"}}}, nn.Conv2d(1, 1, 3))
+        >>> model(torch.zeros(1, 1, 5, 8)).shape
+        torch.Size([1, 1, 3, 6])
+    """
+    twice = sorted({"mesh", "data"} & set(options))
+    if twice:
+        needs, fix = "the mesh and the data mode from the configuration", "drop them, or call parallelize"
+        raise SpecError(explain("parallelize_from_config: said twice.", got=twice, needs=needs, fix=fix))
+    choice = read_config(conf)
+    place = local_device(default_device_type()) if device is None else torch.device(device)
+    _check(model, choice.data)
+    mesh = make_mesh(MeshSpec.from_config(conf), place.type)
+    return parallelize(model.to(place), mesh, data=choice.data, **options)
 
 
 def _check(model: object, data: str) -> None:
