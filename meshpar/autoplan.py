@@ -45,11 +45,20 @@ ATTENTIONS: Sequence[tuple[tuple[str, ...], str]] = (
 )
 """What makes queries, keys and values, and what joins the heads."""
 
-FUSED: Sequence[tuple[str, str]] = (("qkv", "proj"), ("qkv", "out_proj"), ("qkv", "out"), ("to_qkv", "to_out"))
-"""What makes queries, keys and values at once, and what joins the heads."""
+FUSED: Sequence[tuple[str, str, str]] = (
+    ("qkv", "proj", "packed:3"),
+    ("qkv", "out_proj", "packed:3"),
+    ("qkv", "out", "packed:3"),
+    ("to_qkv", "to_out", "packed:3"),
+    ("qkv_proj", "o_proj", "packed:3"),
+    ("qkv_proj", "out_proj", "packed:3"),
+    ("query_key_value", "dense", "colwise"),  # each head has its query, key and value side by side
+    ("gate_up_proj", "down_proj", "packed:2"),
+)
+"""What makes queries, keys and values (or gate and up) at once, what reads them, and how the first is split."""
 
-HEADS = ("num_heads", "n_heads", "num_attention_heads", "heads", "nheads", "n_head")
-"""Where an attention keeps the number of its heads."""
+HEADS = ("num_heads", "n_heads", "num_attention_heads", "heads", "nheads", "n_head", "num_key_value_heads")
+"""Where an attention, or its configuration, keeps the numbers of its heads."""
 
 
 def auto_plan(model: nn.Module, ranks: int) -> dict[str, str]:
@@ -85,12 +94,14 @@ def _found(module: nn.Module, ranks: int) -> Iterator[tuple[str, str]]:
         return
     if isinstance(module, nn.Sequential):
         yield from _in_sequence(module, ranks)
-    for first, last in FUSED:
-        if _fits(module, (first,), last, ranks, parts=3) and _heads_divide(module, ranks):
-            yield from ((first, "packed:3"), (last, "rowwise"))
+    for first, last, style in FUSED:
+        parts = 2 if style == "packed:2" else 3
+        fits = _fits(module, (first,), last, ranks, parts=parts)
+        if fits and (parts == 2 or _heads_divide(module, ranks)):
+            yield from ((first, style), (last, "rowwise"))
             return
     for names, last in ATTENTIONS:
-        if _fits(module, names, last, ranks) and _heads_divide(module, ranks):
+        if _fits(module, names[:1], last, ranks) and _keys_fit(module, names, ranks) and _heads_divide(module, ranks):
             yield from (*((name, "colwise") for name in names), (last, "rowwise"))
             return
     for names, last in MLPS:
@@ -150,15 +161,16 @@ def _fits(module: nn.Module, names: Sequence[str], last: str, ranks: int, parts:
     return outs == {parts * reads[0]} and reads[0] % ranks == 0
 
 
+def _keys_fit(module: nn.Module, names: Sequence[str], ranks: int) -> bool:
+    """Tell whether keys and values are layers alike; they may have fewer heads than the queries."""
+    _, key, value = (_sizes(_child(module, name)) for name in names)
+    return key is not None and key == value and key[1] % ranks == 0
+
+
 def _heads_divide(module: nn.Module, ranks: int) -> bool:
     """Tell whether the heads are shared out equally; they are taken not to be where nothing tells their number."""
-    for owner in (module, *module.children()):
-        for name in HEADS:
-            number = getattr(owner, name, None)
-            if isinstance(number, int) and not isinstance(number, bool):
-                return number % ranks == 0
-        config = getattr(owner, "config", None)
-        number = getattr(config, "num_attention_heads", None)
-        if isinstance(number, int):
-            return number % ranks == 0
-    return False
+    owners = (module, *module.children())
+    holders = [*owners, *(getattr(owner, "config", None) for owner in owners)]
+    found = [getattr(holder, name, None) for holder in holders for name in HEADS]
+    numbers = [number for number in found if isinstance(number, int) and not isinstance(number, bool)]
+    return bool(numbers) and all(number % ranks == 0 for number in numbers)

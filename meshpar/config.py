@@ -19,7 +19,7 @@ DATA_MODES = {"fsdp2": "fsdp", "fsdp": "fsdp", "ddp": "ddp", "hsdp": "hsdp", "no
 DISTRIBUTED_MODES = ("fsdp", "fsdp2", "ddp", "domain_parallel", "fsdp+domain_parallel")
 """What the older `trainer.mode` may say; "none", or nothing, is one process."""
 
-_NEW_KEYS = ("data", "tensor", "domain")
+_NEW_KEYS = ("data", "tensor", "domain", "replica")
 _OLD_KEYS = ("mode", "domain_parallel_size")
 
 
@@ -32,12 +32,14 @@ class Choice:
         domain: ranks that share out the rows of a sample, -1 for all that there are.
         tensor: ranks that share out the channels of a layer.
         data_size: ranks that share out the batch, -1 for the rest.
+        replica: copies of the parameters, for `data="hsdp"`.
     """
 
     data: str
     domain: int = 1
     tensor: int = 1
     data_size: int = -1
+    replica: int = 1
 
 
 def read_config(conf: Mapping[str, Any]) -> Choice:
@@ -45,7 +47,7 @@ def read_config(conf: Mapping[str, Any]) -> Choice:
 
     Args:
         conf: the whole configuration, with a section `trainer`, or that section. Either
-            `parallelism: {data: fsdp2|fsdp|ddp|hsdp|none, tensor: n, domain: n}`, each of them optional, or the older
+            `parallelism: {data: fsdp2|fsdp|ddp|hsdp|none, tensor: n, domain: n, replica: n}`, or the older
             `mode: fsdp|fsdp2|ddp|domain_parallel|fsdp+domain_parallel` with `domain_parallel_size: n`. Other keys of
             the trainer are not looked at, unless they look like a misspelt one of these.
 
@@ -54,9 +56,9 @@ def read_config(conf: Mapping[str, Any]) -> Choice:
 
     Example:
         >>> read_config({"trainer": {"parallelism": {"data": "ddp", "domain": 4}}})
-        Choice(data='ddp', domain=4, tensor=1, data_size=-1)
+        Choice(data='ddp', domain=4, tensor=1, data_size=-1, replica=1)
         >>> read_config({"mode": "fsdp+domain_parallel", "domain_parallel_size": 2})
-        Choice(data='fsdp', domain=2, tensor=1, data_size=-1)
+        Choice(data='fsdp', domain=2, tensor=1, data_size=-1, replica=1)
     """
     trainer = _section(conf, "the configuration")
     if "trainer" in trainer:
@@ -79,7 +81,7 @@ def _read_new(section: Mapping[str, Any]) -> Choice:
     unknown = [f"trainer.parallelism.{key}{_near(key, _NEW_KEYS)}" for key in section if key not in _NEW_KEYS]
     if unknown:
         _refuse(unknown, f"keys out of {', '.join(_NEW_KEYS)}", "rename or drop it")
-    sizes = {key: _size(section[key], f"trainer.parallelism.{key}") for key in ("domain", "tensor") if key in section}
+    sizes = {key: _size(section[key], f"trainer.parallelism.{key}") for key in _NEW_KEYS[1:] if key in section}
     return Choice(_mode(section.get("data", "fsdp2"), "trainer.parallelism.data", DATA_MODES), **sizes)
 
 

@@ -34,7 +34,7 @@ def old(mode, size=None) -> dict:
         (new(data=None), Choice("none")),
         (new(domain=2), Choice("fsdp", 2)),
         (new(), Choice("fsdp")),
-        (new(data="hsdp")["trainer"], Choice("hsdp")),
+        (new(data="hsdp", replica=2)["trainer"], Choice("hsdp", replica=2)),
         (old("fsdp"), Choice("fsdp")),
         (old("fsdp2"), Choice("fsdp")),
         (old("ddp"), Choice("ddp")),
@@ -87,7 +87,7 @@ def test_what_is_not_known_is_refused_with_the_nearest(conf, said):
 
 
 def test_other_keys_of_a_trainer_are_not_looked_at():
-    trainer = {"parallelism": {}, "type": "era5", "model": 1, "moe": 2, "parallel": 0, "domain": [1], "modes": "train"}
+    trainer = {"parallelism": {}, "type": "era5", "model": 1, "moe": 2, "domain": [1], "modes": "train"}
     assert read_config({"trainer": trainer}) == Choice("fsdp")
 
 

@@ -22,10 +22,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        self.blocks = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1).double() for _ in range(2)])
-        self.shift = nn.Parameter(torch.ones(3, 1, 1, dtype=torch.float32))
+        self.blocks = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1).double() for _ in range(2)])
+        self.shift = nn.Parameter(torch.ones(4, 1, 1, dtype=torch.float32))
         self.gate = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-        self.rare = nn.Conv2d(3, 3, 1).double()
+        self.rare = nn.Conv2d(4, 4, 1).double()
 
     def forward(self, x: Tensor, *, rare: bool = False) -> Tensor:
         for block in self.blocks:
@@ -33,15 +33,15 @@ class Net(nn.Module):
         return self.rare(x) * self.gate if rare else x
 
 
-def setup(spec: str, num_steps: int = 1):
+def setup(spec: str, num_steps: int = 1, **options):
     mesh = mesh_for(spec)
     torch.manual_seed(dist.get_rank())
     net = Net()
-    model = meshpar.parallelize(net, mesh, on_gather="error")
+    model = meshpar.parallelize(net, mesh, on_gather="error", **options)
     reference = Net()
     reference.load_state_dict(meshpar.gather(model.state_dict()))
     generator = torch.Generator().manual_seed(5)
-    batches = [torch.randn(4, 3, 7, 5, generator=generator, dtype=torch.float64) for _ in range(3 * num_steps)]
+    batches = [torch.randn(4, 4, 7, 5, generator=generator, dtype=torch.float64) for _ in range(3 * num_steps)]
     own = [x.chunk(meshpar.axis_size(mesh, "data"))[meshpar.coordinate(mesh, "data")] for x in batches]
     return model, reference, batches, own
 
@@ -60,9 +60,9 @@ def backward(model: nn.Module, x: Tensor, **options) -> None:
     loss.backward()
 
 
-def accumulated(spec: str, way: str, rare: tuple[bool, bool, bool]) -> list[dict[str, int]]:
+def accumulated(spec: str, way: str, rare: tuple[bool, bool, bool], **options) -> list[dict[str, int]]:
     """Run two steps of three small batches; give the collectives of each backward that are not between rows."""
-    model, reference, batches, own = setup(spec, 2)
+    model, reference, batches, own = setup(spec, 2, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
     counts: list[dict[str, int]] = []
     for step in range(2):
@@ -96,7 +96,15 @@ def accumulated(spec: str, way: str, rare: tuple[bool, bool, bool]) -> list[dict
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("way", ["one block", "a block each", "nested"])
-def test_three_small_batches_are_one_large_one_and_the_last_communicates(mesh, way):
+def test_property_of_all_ways(mesh, way):
+    check_counts(mesh, way)
+
+
+def test_three_small_batches_are_one_large_one_and_the_last_communicates():
+    check_counts("data=2,domain=2", "one block")
+
+
+def check_counts(mesh: str, way: str) -> None:
     for counts in run_ranks(accumulated, 4, mesh, way, (True, True, True)):
         for step in (counts[:3], counts[3:]):
             for waiting in step[:2]:
@@ -106,7 +114,23 @@ def test_three_small_batches_are_one_large_one_and_the_last_communicates(mesh, w
             assert step[2]["ours"] == 5  # scale and shift in each block, gate
 
 
-@pytest.mark.parametrize("rare", [(True, False, False), (False, True, True), (True, True, False)])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("data=2,domain=2", {"data": "ddp"}),
+        ("replica=2,data=2", {"data": "hsdp"}),
+        ("data=2,domain=1,tensor=2", {"tensor_plan": {"blocks.0": "colwise", "blocks.1": "rowwise"}}),
+    ],
+)
+def test_property_in_every_data_mode_and_over_tensor(mesh, options):
+    for counts in run_ranks(accumulated, 4, mesh, "a block each", (True, False, True), **options):
+        for step in (counts[:3], counts[3:]):
+            assert [c["ours"] > 0 for c in step] == [False, False, True]
+            assert all(not {"c10d._reduce_scatter_base_"} & set(c) for c in step[:2])
+            assert sum(step[0].values()) == sum(step[1].values()) < sum(step[2].values())
+
+
+@pytest.mark.parametrize("rare", [(True, False, False), (False, True, False)])
 def test_parameters_that_the_last_batch_leaves_out_are_summed_too(rare):
     for counts in run_ranks(accumulated, 4, "data=2,domain=2", "a block each", rare):
         assert counts[0]["ours"] == counts[1]["ours"] == 0
@@ -138,7 +162,7 @@ def with_checkpointing() -> None:
     torch.manual_seed(0)
     reference = Net()
     model = meshpar.parallelize(reference, mesh, checkpoint=lambda m: isinstance(m, nn.Conv2d))
-    x = torch.randn(4, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 4, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     own = x.chunk(2)[meshpar.coordinate(mesh, "data")]
     for last in (False, True):
         with contextlib.nullcontext() if last else meshpar.no_sync(model):

@@ -60,22 +60,55 @@ class Net(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("checkpoint", ["blocks", "all", nets.Block, [nn.Conv2d, nn.GroupNorm], nets.UNet])
-def test_a_unet_is_the_same_function(mesh, checkpoint):
+def test_a_unet_is_the_same_function_without_a_gather():
     x = torch.randn(2, 2, 9, 6, generator=torch.Generator().manual_seed(1))
-    report = assert_equivalent(nets.UNet, [x], mesh, options={"checkpoint": checkpoint})
+    report = assert_equivalent(nets.UNet, [x], "data=2,domain=2", options={"checkpoint": "blocks"})
     assert not report.log.gathers()
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("checkpoint", ["blocks", "all", nets.Block, [nn.Conv2d, nn.GroupNorm], nets.UNet])
+def test_property_a_unet_with_each_choice(mesh, checkpoint):
+    x = torch.randn(2, 2, 9, 6, generator=torch.Generator().manual_seed(1))
+    assert_equivalent(nets.UNet, [x], mesh, options={"checkpoint": checkpoint})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("data=2,domain=2", {"data": "ddp"}),
+        ("replica=2,data=1,domain=2", {"data": "hsdp"}),
+        ("data=1,domain=2,tensor=2", {"tensor_plan": {"*.conv": "colwise"}}),
+        ("data=2,domain=1,tensor=2", {"tensor_plan": {"*.conv": "rowwise"}, "data": "ddp"}),
+        ("data=1,domain=4", {"shard_modules": nn.Conv2d}),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", ["blocks", nets.UNet])
+def test_property_with_other_options(mesh, options, checkpoint):
+    """Sharded parts inside of a part that runs again, copies of parameters, split weights."""
+    x = torch.randn(2, 2, 9, 6, generator=torch.Generator().manual_seed(1))
+    assert_equivalent(nets.UNet, [x], mesh, options={"checkpoint": checkpoint, **options})
+
+
+def test_property_a_compiler_chooses_itself():
+    x = torch.randn(2, 2, 9, 6, generator=torch.Generator().manual_seed(1))
+    options = {"checkpoint": "blocks"}
+    assert_equivalent(nets.UNet, [x], "data=1,domain=2", options=options, compiled="aot_eager")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("old", [True, False])
-def test_buffers_move_once_and_gradients_are_those_of_the_first_run(mesh, old):
+def test_property_buffers_move_once_and_gradients_are_those_of_the_first_run(mesh, old):
     """Batch norm, spectral norm, counters, buffers replaced or written through `data`; equal without checkpointing."""
     make = functools.partial(Net, old=old)
     x = torch.randn(2, 2, 5, 6, generator=torch.Generator().manual_seed(1))
     for checkpoint in ("blocks", [nn.Conv2d], Net):
         assert_equivalent(make, [x], mesh, options={"checkpoint": checkpoint}, tolerance=1e-12)
+
+
+def test_statistics_and_power_iterations_move_once():
+    x = torch.randn(2, 2, 5, 6, generator=torch.Generator().manual_seed(1))
+    assert_equivalent(Net, [x], "data=1,domain=2", options={"checkpoint": "blocks"}, tolerance=1e-12)
 
 
 def noisy(spec: str, checkpoint) -> tuple[list[Tensor], float]:
@@ -98,7 +131,7 @@ def noisy(spec: str, checkpoint) -> tuple[list[Tensor], float]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_random_numbers_are_those_of_the_first_run(mesh):
+def test_property_random_numbers_are_those_of_the_first_run(mesh):
     expected = run_ranks(noisy, 4, mesh, None)
     for checkpoint in ("blocks", Net):
         for (found, drawn), (wanted, number) in zip(run_ranks(noisy, 4, mesh, checkpoint), expected, strict=True):
@@ -172,7 +205,7 @@ def peak(checkpoint) -> int:
     return peak_of(lambda: train_step(model, x))
 
 
-def test_the_peak_of_memory_falls(monkeypatch):
+def test_property_the_peak_of_memory_falls(monkeypatch):
     monkeypatch.syspath_prepend(str(__import__("pathlib").Path(__file__).parents[1] / "benchmarks"))
     assert max(run_ranks(peak, 4, "blocks")) < 0.5 * min(run_ranks(peak, 4, None))
 
@@ -220,7 +253,7 @@ def replaced(spec: str) -> None:
             torch.testing.assert_close(ours[k].grad, v.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("spec", "num_ranks"), [("data=2,domain=2", 4), ("data=1", 1)])
+@pytest.mark.parametrize(("spec", "num_ranks"), [("data=1,domain=2", 2), ("data=1", 1)])
 def test_parameters_of_functional_call_are_those_of_the_second_run_too(spec, num_ranks):
     run_ranks(replaced, num_ranks, spec)
 
