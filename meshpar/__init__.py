@@ -1,11 +1,15 @@
 """meshpar: any `torch.nn.Module` on a mesh of data x domain x tensor ranks, with the same numbers."""
 
 from meshpar import layers, rules
+from meshpar.accumulation import no_sync
 from meshpar.batch import gather, shard, shard_batch
+from meshpar.chosen import should_not_checkpoint
+from meshpar.ema import EMA
 from meshpar.errors import (
     GatherError,
     GatherWarning,
     MeshparError,
+    NonFiniteError,
     PeerError,
     ShardingError,
     SpecError,
@@ -25,7 +29,8 @@ from meshpar.mesh import (
     neighbours,
     replicas,
 )
-from meshpar.parallelize import mesh_of, parallelize
+from meshpar.optim import clip_grad_norm_, grad_norm
+from meshpar.parallelize import mesh_of, parallelize, parallelize_from_config
 from meshpar.precision import Precision
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
@@ -33,11 +38,13 @@ from meshpar.scope import spmd
 
 __all__ = [
     "AXES",
+    "EMA",
     "Entry",
     "GatherError",
     "GatherWarning",
     "MeshSpec",
     "MeshparError",
+    "NonFiniteError",
     "PeerError",
     "Precision",
     "Record",
@@ -47,22 +54,27 @@ __all__ = [
     "axis_group",
     "axis_ranks",
     "axis_size",
+    "clip_grad_norm_",
     "coordinate",
     "fetch",
     "gather",
+    "grad_norm",
     "is_first",
     "is_last",
     "layers",
     "make_mesh",
     "mesh_of",
     "neighbours",
+    "no_sync",
     "parallelize",
+    "parallelize_from_config",
     "record",
     "replicas",
     "rewrite",
     "rules",
     "shard",
     "shard_batch",
+    "should_not_checkpoint",
     "sphere_pad",
     "spmd",
 ]

@@ -29,6 +29,10 @@ class PeerError(MeshparError, RuntimeError):
     """Report a rank that died or did not come to an exchange within the timeout of its group."""
 
 
+class NonFiniteError(MeshparError, RuntimeError):
+    """Report gradients that hold inf or nan where the user asked for an error."""
+
+
 class GatherWarning(UserWarning):
     """Warn, once per call site, that an operation gathers its inputs."""
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshpar import guard, private, runtime, shortcut
+from meshpar import guard, lists, private, runtime, shortcut
+from meshpar.config import read_config
 from meshpar.errors import SpecError, explain
 
 AXES = ("data", "domain", "tensor")
@@ -135,6 +136,22 @@ class MeshSpec:
             raise SpecError(_spec_text(text, got=[f"{axis} named twice" for axis in twice], needs=_known()))
         return cls(**dict(pairs))
 
+    @classmethod
+    def from_config(cls, conf: Mapping[str, Any]) -> MeshSpec:
+        """Read the section `trainer` of a configuration: `parallelism`, or the older `mode`; see `meshpar.config`.
+
+        The size of `data` is what the number of ranks leaves, `resolve` says which sizes fit.
+
+        Raises:
+            SpecError: an unknown or misspelt key or value, both forms at once, or neither.
+
+        Example:
+            >>> MeshSpec.from_config({"trainer": {"parallelism": {"data": "fsdp2", "tensor": 2, "domain": 4}}})
+            MeshSpec(data=-1, domain=4, tensor=2)
+        """
+        choice = read_config(conf)
+        return cls(data=choice.data_size, domain=choice.domain, tensor=choice.tensor, replica=choice.replica)
+
     def resolve(self, world_size: int) -> MeshSpec:
         """Put a number in place of -1 and check the product against the number of ranks.
 
@@ -227,6 +244,7 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
     """
     guard.install()
     shortcut.install()
+    lists.install()
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
     resolved = MeshSpec.parse(spec).resolve(runtime.world_size())

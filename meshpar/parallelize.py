@@ -6,17 +6,21 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.batch import Layout, shard_batch
+from meshpar.config import read_config
 from meshpar.data import check_options, fully_shard_over
 from meshpar.errors import SpecError, explain
 from meshpar.initial import make_equal, own_tensors
 from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.precision import Precision
+from meshpar.recompute import checkpoint_activations
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.runtime import default_device_type, local_device
 from meshpar.tensor import is_packed_plan, read_split, splits_for, tensor_parallel
 
 
@@ -31,6 +35,7 @@ def parallelize(
     on_gather: str = "warn",
     inputs: Layout = None,
     batch_statistics: str = "global",
+    checkpoint: Any = None,
     tensor_plan: str | Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
@@ -47,6 +52,8 @@ def parallelize(
         on_gather: "warn" once per call site about an op that has no rule, "error", or "allow".
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
+        checkpoint: which modules keep their inputs alone and run again in the backward: "blocks", "all", a class, a
+            list of classes or a predicate; see `meshpar.chosen.modules_to_checkpoint`.
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
         tensor_plan: from globs of module names to how their weights are split over `tensor` (see
             `meshpar.tensor.STYLES`); "auto" finds MLPs and attention (`auto_plan`). Any plan gives the same numbers.
@@ -76,6 +83,7 @@ def parallelize(
     )
     entry = _entry(model, the_mesh, inputs)
     parallel = rewrite(model, policy=policy)
+    checkpoint_activations(parallel, checkpoint)
     own_tensors(parallel)
     make_equal(parallel, the_mesh)
     tensor_parallel(parallel, the_mesh, splits)
@@ -83,6 +91,45 @@ def parallelize(
     fully_shard_over(parallel, the_mesh, shard_modules, data=data, precision=precision, offload=offload)
     read_split(parallel, the_mesh, splits)
     return parallel
+
+
+def parallelize_from_config(
+    conf: Mapping[str, Any], model: nn.Module, device: torch.device | str | None = None, **options: Any
+) -> nn.Module:
+    """Make a model run on the mesh that a trainer's configuration asks for.
+
+    Args:
+        conf: `trainer: {parallelism: {data: fsdp2, tensor: 1, domain: 4}}`, or the older `trainer: {mode: fsdp}`; see
+            `meshpar.config.read_config`.
+        model: any module; it is moved to the device, and not touched otherwise.
+        device: device of this rank; by default CUDA where there is one, else the CPU.
+        **options: further options of `parallelize`.
+
+    Returns:
+        What `parallelize` gives.
+
+    Communication:
+        That of `parallelize`.
+
+    Raises:
+        SpecError: a configuration that cannot be used, or does not fit the number of ranks; on all ranks, before any
+            communication.
+
+    Example:
+        >>> import torch
+        >>> model = parallelize_from_config({"trainer": {"parallelism": {"data": "fsdp2"}}}, nn.Conv2d(1, 1, 3))
+        >>> model(torch.zeros(1, 1, 5, 8)).shape
+        torch.Size([1, 1, 3, 6])
+    """
+    twice = sorted({"mesh", "data"} & set(options))
+    if twice:
+        needs, fix = "the mesh and the data mode from the configuration", "drop them, or call parallelize"
+        raise SpecError(explain("parallelize_from_config: said twice.", got=twice, needs=needs, fix=fix))
+    choice = read_config(conf)
+    place = local_device(default_device_type()) if device is None else torch.device(device)
+    _check(model)
+    mesh = make_mesh(MeshSpec.from_config(conf), place.type)
+    return parallelize(model.to(place), mesh, data=choice.data, **options)
 
 
 def _check(model: object) -> None:

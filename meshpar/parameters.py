@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshpar import pieces, private, record, runtime
+from meshpar.accumulation import whole_or_waiting
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.intervals import chunks
 from meshpar.mesh import is_ours
@@ -121,7 +122,7 @@ def reading_plain(cls: type[nn.Module], reading: Reading) -> type[nn.Module]:
         if shards.hooked or not (record.is_inside() and is_on()):
             return value
         if lies_over_data(value):
-            return whole_parameter(value, params, reading.reduce)
+            return whole_or_waiting(value, functools.partial(whole_parameter, params=params, reduce=reading.reduce))
         return rounded(value, params)
 
     names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}

@@ -36,6 +36,9 @@ DYNAMO = "torch._dynamo"
 NESTED_FROM_MASK = torch._nested_tensor_from_mask_left_aligned
 """What nn.TransformerEncoder asks before its nested-tensor path (no public name is planned)."""
 
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""The aten op by which `torch.amp.GradScaler` unscales gradients (public when the scaler has a hook for its check)."""
+
 StridedShard = _StridedShard
 """A shard of each of the equal parts of a dim, as a placement (public when DTensor settles on a name)."""
 
@@ -81,6 +84,14 @@ def set_dtensor_handler(op: Any, handler: Callable[..., Any]) -> None:
 def dtensor_handler(op: Any) -> Callable[..., Any] | None:
     """Give the handler that DTensor has for an aten op, if any."""
     return DTensor._op_dispatcher._custom_op_handlers.get(op)
+
+
+def list_ops(names: Sequence[str]) -> list[Any]:
+    """List the aten ops on lists of tensors of some names, and the fused steps (public when `torch.foreach` comes)."""
+    wanted = [f"_foreach_{name}{ending}" for name in names for ending in ("", "_")]
+    wanted += [f"_fused_{name}_" for name in ("sgd", "adagrad", "adam", "adamw")]
+    packets = [getattr(torch.ops.aten, name) for name in wanted if hasattr(torch.ops.aten, name)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if "out" not in overload]
 
 
 def piece_of(x: DTensor) -> torch.Tensor:
@@ -382,6 +393,16 @@ def replaced(
 def holds_parameter(module: torch.nn.Module, name: str) -> bool:
     """Tell whether a module has a parameter of its own of a name, without asking for it."""
     return name in module._parameters
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Give where a module keeps its parameters by name (no public name is planned)."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Give where a module keeps its buffers by name (no public name is planned)."""
+    return module._buffers
 
 
 def wrap_pre_hooks(module: torch.nn.Module, wrap: Callable[..., Any]) -> None:

@@ -250,7 +250,7 @@ def _make_class(cls: type[nn.Module], mixin: type | None) -> type[nn.Module]:
         "__doc__": cls.__doc__,
     }
     made: type[nn.Module] = type(cls.__name__ if mixin is None else f"Domain{cls.__name__}", bases, names)
-    if _has_forward(cls):
+    if has_forward(cls):
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,8 @@ def quietly(cls: type[nn.Module]) -> tuple[type, ...]:
     return (_Unannounced, cls) if told and not issubclass(cls, _Unannounced) else (cls,)
 
 
-def _has_forward(cls: type[nn.Module]) -> bool:
+def has_forward(cls: type[nn.Module]) -> bool:
+    """Tell whether modules of a class are called; the containers of torch without a forward are not."""
     return cls.forward is not nn.Module.forward and not issubclass(cls, nn.ModuleList | nn.ModuleDict)
 
 
