@@ -2,7 +2,18 @@
 
 from meshpar import layers, rules
 from meshpar.batch import gather, shard, shard_batch
+from meshpar.checkpoint import (
+    Loaded,
+    Saved,
+    Saving,
+    full_state_dict,
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from meshpar.errors import (
+    CheckpointError,
     GatherError,
     GatherWarning,
     MeshparError,
@@ -12,6 +23,7 @@ from meshpar.errors import (
 )
 from meshpar.exchange import fetch
 from meshpar.layers import SpherePad2d, sphere_pad
+from meshpar.materialize import materialize
 from meshpar.mesh import (
     AXES,
     MeshSpec,
@@ -31,13 +43,17 @@ from meshpar.scope import spmd
 
 __all__ = [
     "AXES",
+    "CheckpointError",
     "Entry",
     "GatherError",
     "GatherWarning",
+    "Loaded",
     "MeshSpec",
     "MeshparError",
     "PeerError",
     "Record",
+    "Saved",
+    "Saving",
     "ShardingError",
     "SpecError",
     "SpherePad2d",
@@ -46,17 +62,23 @@ __all__ = [
     "axis_size",
     "coordinate",
     "fetch",
+    "full_state_dict",
     "gather",
     "is_first",
     "is_last",
+    "latest_checkpoint",
     "layers",
+    "list_checkpoints",
+    "load_checkpoint",
     "make_mesh",
+    "materialize",
     "mesh_of",
     "neighbours",
     "parallelize",
     "record",
     "rewrite",
     "rules",
+    "save_checkpoint",
     "shard",
     "shard_batch",
     "sphere_pad",

@@ -29,6 +29,10 @@ class PeerError(MeshparError, RuntimeError):
     """Report a rank that died or did not come to an exchange within the timeout of its group."""
 
 
+class CheckpointError(MeshparError, RuntimeError):
+    """Report a checkpoint that cannot be written or read, or does not fit the model; on all ranks."""
+
+
 class GatherWarning(UserWarning):
     """Warn, once per call site, that an operation gathers its inputs."""
 

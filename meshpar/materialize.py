@@ -1,0 +1,374 @@
+"""From a model on the meta device, parallelized, to values: shard by shard, so that no rank ever holds the whole.
+
+Invariant: beside its share, a rank holds the whole tensors of one module at a time. By init functions, every rank
+draws the same numbers, those of one process that starts from rank 0's generator and initialises the modules in the same
+order, children first; a tied weight keeps what its first owner drew. What has no recipe is named before anything is
+made, and what a recipe leaves as it was, or writes elsewhere, is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar import private
+from meshpar.checkpoint.load import load_checkpoint
+from meshpar.checkpoint.state import hollow
+from meshpar.checkpoint.together import everyone, team
+from meshpar.errors import CheckpointError, SpecError, explain
+from meshpar.rules.random import first_ranks_generator
+from meshpar.shares import laid_as, narrowed, share_of
+
+Init = Callable[[nn.Module], Any]
+
+WINDOW_BYTES = 64 * 2**20
+"""How much of a file of values is looked at before its pages are let go."""
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    init: Init | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    state_dict: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    step: int | None = None,
+) -> nn.Module:
+    """Give values to a model that was built under `torch.device("meta")` and parallelized, in place.
+
+    Make the optimizer afterwards: parameters are new ones. Memory of a rank: its share, and one module.
+
+    Args:
+        model: the model; what it has on other devices stays as it is.
+        init: called with each module that has parameters or buffers of its own without data, children first; they are
+            whole, plain and uninitialised then, and it must fill all of them. By default a module's own
+            `reset_parameters()`.
+        checkpoint: take the values from a checkpoint of `save_checkpoint`.
+        state_dict: take them from the state dict of one process, or from a file of it, of which a rank reads its rows.
+        step: the newest checkpoint of this step.
+
+    Returns:
+        The model.
+
+    Communication:
+        The state of rank 0's generator; tiny answers of every rank.
+
+    Raises:
+        SpecError: several sources, or modules without a recipe, by name; before anything is made, on all ranks.
+        CheckpointError: values that do not fit, or cannot be read; before anything is made, on all ranks.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(2, 1)
+        >>> materialize(model).weight.device
+        device(type='cpu')
+    """
+    given = {"init": init, "checkpoint": checkpoint, "state_dict": state_dict}
+    sources = [name for name, value in given.items() if value is not None]
+    if len(sources) > 1 or (step is not None and checkpoint is None):
+        got = ", ".join([*sources, *(["step"] if step is not None else [])])
+        fix = "give one of them, step with a checkpoint alone"
+        raise SpecError(explain("materialize: where from?", got=got, needs="one source of values", fix=fix))
+    if not hollow(model):
+        return model
+    everyone(team(), "materialize: the ranks differ.", lambda: None, fix="call it on all ranks")
+    if not sources or init is not None:
+        recipes = _Recipes(model, init)
+        recipes.check(set(hollow(model)))
+        _initialise(model, recipes, recipes.modules)
+        return model
+    left = set(hollow(model)) - set(model.state_dict(keep_vars=True))
+    recipes = _Recipes(model, None)
+    recipes.check(left)
+
+    def make_room() -> None:
+        owners = [m for m in recipes.modules if any(name in left for name in recipes.own(m))]
+        _initialise(model, recipes, owners)
+
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model, rng=False, step=step, make_room=make_room)
+    else:
+        _from_state_dict(model, state_dict, make_room)
+    return model
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Hold where a tensor without data is: its module, its name there, and its name in the model."""
+
+    owner: nn.Module
+    name: str
+    path: str
+
+    def get(self) -> Tensor:
+        """Give the tensor."""
+        tables = (self.owner.named_parameters, self.owner.named_buffers)
+        return next(t for table in tables for n, t in table(recurse=False, remove_duplicate=False) if n == self.name)
+
+
+class _Recipes:
+    """Know how each module of a model gets its initial values."""
+
+    def __init__(self, model: nn.Module, init: Init | None) -> None:
+        self.init = init
+        names = {id(m): name for name, m in model.named_modules()}
+        self.modules = list(_children_first(model, set()))
+        self.names = names
+        self.slots = {id(m): list(_slots(m, names[id(m)])) for m in self.modules}
+
+    def own(self, module: nn.Module) -> list[str]:
+        """Name the tensors of a module, not of those below it, that have no data."""
+        return [slot.path for slot in self.slots[id(module)]]
+
+    def reach(self, module: nn.Module) -> list[nn.Module]:
+        """List the modules whose tensors a recipe may write: the module, or all below it too."""
+        if self.init is None and private.recipe_for_all_below(module) is not None:
+            return list(_children_first(module, set()))
+        return [module]
+
+    def of(self, module: nn.Module) -> Callable[[], Any] | None:
+        """Give the recipe of a module, None where it has none."""
+        if self.init is not None:
+            init = self.init
+            return lambda: init(module)
+        if (below := private.recipe_for_all_below(module)) is not None:
+            return below
+        found = getattr(module, "reset_parameters", None)
+        return found if callable(found) else None
+
+    def check(self, names: set[str]) -> None:
+        """Refuse what would stay without values."""
+        wrong = [
+            f"{slot.path}, of a {type(m).__name__}"
+            for m in self.modules
+            for slot in self.slots[id(m)]
+            if slot.path in names and self.of(m) is None
+        ]
+        if wrong:
+            raise SpecError(
+                explain(
+                    "materialize: parameters or buffers without a recipe.",
+                    got=[*wrong[:10], *([f"... {len(wrong)} in all"] if len(wrong) > 10 else [])],
+                    needs="values from somewhere: what an __init__ computes on the meta device is lost",
+                    fix="a method reset_parameters() that fills them; or init=; or, of what a state dict holds, "
+                    "checkpoint= or state_dict=",
+                )
+            )
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """List modules in the order in which constructors end."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
+
+
+def _slots(module: nn.Module, path: str) -> Iterator[_Slot]:
+    tables = (module.named_parameters, module.named_buffers)
+    for table in tables:
+        for name, t in table(recurse=False, remove_duplicate=False):
+            if t.is_meta:
+                yield _Slot(module, name, f"{path}.{name}" if path else name)
+
+
+def _initialise(model: nn.Module, recipes: _Recipes, modules: list[nn.Module]) -> None:
+    """Make memory for all shares, and run the recipes of some modules."""
+    made = _make_empty(model, recipes)
+
+    def run() -> None:
+        done: set[int] = set()
+        with torch.no_grad(), _rank_0_draws(made):
+            # A module whose recipe reaches below comes as one, with the children first inside of it.
+            outer = {id(m): m for m in modules if len(recipes.reach(m)) > 1}
+            inside = {id(n) for m in outer.values() for n in recipes.reach(m) if n is not m}
+            for module in modules:
+                if id(module) not in inside:
+                    _run_recipe(module, recipes, made, done)
+
+    everyone(team(), "materialize: an init function failed.", run, fix="see above")
+
+
+def _make_empty(model: nn.Module, recipes: _Recipes) -> dict[int, Tensor]:
+    """Put memory for this rank's share in the place of every tensor without data; ties stay ties.
+
+    Returns:
+        The new tensors, by the id of the owner's slot that holds each.
+    """
+    offloaded = private.kept_on_cpu(model)
+    memo: dict[int, Tensor] = {}
+    keep: list[Tensor] = []  # so that ids are not used again
+    for module in recipes.modules:
+        for slot in recipes.slots[id(module)]:
+            old = slot.get()
+            keep.append(old)
+            if id(old) not in memo:
+                memo[id(old)] = _empty_as(old, on_cpu=id(old) in offloaded)
+            setattr(slot.owner, slot.name, memo[id(old)])
+    with torch.no_grad():
+        private.refresh_shards(model)
+    return {id(slot): slot.get() for module in recipes.modules for slot in recipes.slots[id(module)]}
+
+
+def _empty_as(old: Tensor, *, on_cpu: bool) -> Tensor:
+    value: Tensor
+    if isinstance(old, DTensor):
+        device = "cpu" if on_cpu else old.device_mesh.device_type
+        held = private.piece_of(old)
+        value = laid_as(old, torch.empty(held.shape, dtype=old.dtype, device=device))
+    else:
+        value = torch.empty_like(old, device=_default_device())
+    if isinstance(old, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=old.requires_grad)
+    value.__dict__.update(old.__dict__)
+    return value
+
+
+def _default_device() -> torch.device:
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+@contextlib.contextmanager
+def _rank_0_draws(made: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let every rank draw from rank 0's generators, of all devices on which there are tensors."""
+    with contextlib.ExitStack() as stack:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for kind in sorted({t.device.type for t in made.values()} | {"cpu"}):
+                stack.enter_context(first_ranks_generator(None, torch.device(kind), "materialize"))
+        yield
+
+
+def _run_recipe(module: nn.Module, recipes: _Recipes, made: Mapping[int, Tensor], done: set[int]) -> None:
+    """Run the recipe of a module on whole tensors, and keep this rank's rows of them."""
+    reach = recipes.reach(module)
+    slots = [slot for m in reach for slot in recipes.slots[id(m)]]
+    if not slots:
+        return
+    wholes: dict[int, Tensor] = {}
+    others = [p for m in module.modules() if m not in reach for p in m.parameters(recurse=False)]
+    versions = [private.version_of(p) for p in others]
+    try:
+        for slot in slots:
+            wholes[id(slot)] = _whole(made[id(slot)])
+            setattr(slot.owner, slot.name, wholes[id(slot)])
+        for m in reach:
+            recipe = recipes.of(m)
+            if recipe is not None and (recipes.slots[id(m)] or m is module):
+                recipe()
+        for slot in slots:
+            target = made[id(slot)]
+            found = _filled(slot, wholes[id(slot)], target, module)
+            if id(target) not in done:  # a tie keeps what its first owner drew
+                done.add(id(target))
+                held = private.piece_of(target) if isinstance(target, DTensor) else target
+                held.copy_(narrowed(found.detach(), share_of(target)))
+    finally:
+        for slot in slots:
+            setattr(slot.owner, slot.name, made[id(slot)])
+    written = [p for p, version in zip(others, versions, strict=True) if private.version_of(p) != version]
+    if written:
+        where = recipes.names[id(module)] or "the root"
+        raise CheckpointError(
+            explain(
+                f"materialize: the recipe of {where} writes into modules below it.",
+                got=f"{len(written)} of their parameters written, e.g. {tuple(written[0].shape)}, which lie in shards",
+                needs="a recipe of the module's own parameters and buffers: each module has its own turn",
+                fix="let reset_parameters() leave other modules alone; or init=, which is called with every module",
+            )
+        )
+
+
+def _whole(target: Tensor) -> Tensor:
+    """Make memory for the whole of a tensor."""
+    device = private.piece_of(target).device if isinstance(target, DTensor) else target.device
+    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+    return nn.Parameter(whole, requires_grad=target.requires_grad) if isinstance(target, nn.Parameter) else whole
+
+
+def _filled(slot: _Slot, whole: Tensor, target: Tensor, module: nn.Module) -> Tensor:
+    """Give what a recipe has put into a slot."""
+    found = slot.get()
+    if found is whole and private.version_of(whole) == 0 and whole.numel():
+        got = f"{slot.path} {tuple(whole.shape)} as it was after the recipe of a {type(module).__name__}"
+        needs = "all parameters and buffers filled"
+        fix = "fill it in reset_parameters() of its module; or give init="
+        raise CheckpointError(explain("materialize: a recipe leaves values out.", got=got, needs=needs, fix=fix))
+    if found.shape != target.shape or found.is_meta:
+        got = f"{slot.path}: {tuple(found.shape)} on {found.device} after its recipe, {tuple(target.shape)} before"
+        needs, fix = "values of the shape that the model was parallelized with", "fill the tensor in place"
+        raise CheckpointError(explain("materialize: a recipe changes a shape.", got=got, needs=needs, fix=fix))
+    return found
+
+
+def _from_state_dict(model: nn.Module, source: Any, make_room: Callable[[], None]) -> None:
+    """Take values from the state dict of one process, or from a file of it, a window after the other."""
+
+    def read() -> Mapping[str, Any]:
+        if isinstance(source, Mapping):
+            return source
+        found = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(found, Mapping):
+            text = f"the file holds a {type(found).__name__}, not a state dict"
+            raise TypeError(text)
+        return found
+
+    us, what = team(), "materialize: the state dict cannot be taken."
+    fix = "give the state dict of the model on one process, or a file of it"
+    everyone(us, what, lambda: _check_fit(model, read()), fix=fix)
+    make_room()
+    window: list[str] = []
+    others: dict[str, Any] = {}
+    targets = model.state_dict(keep_vars=True)
+
+    def fill(names: list[str]) -> None:
+        values = read()
+        for name in names:
+            target, value = targets[name], values[name]
+            if isinstance(target, Tensor):
+                held = private.piece_of(target) if isinstance(target, DTensor) else target
+                held.copy_(narrowed(value.detach(), share_of(target)))
+            else:
+                others[name] = value
+
+    def fill_all() -> None:
+        waiting = 0
+        with torch.no_grad():
+            for name, target in targets.items():
+                window.append(name)
+                waiting += target.numel() * target.element_size() if isinstance(target, Tensor) else 0
+                if waiting > WINDOW_BYTES:
+                    fill(window)
+                    window.clear()
+                    waiting = 0
+            fill(window)
+            model.load_state_dict({**targets, **others})  # its own tensors: runs the hooks of the model
+
+    everyone(us, what, fill_all, fix=fix)
+
+
+def _check_fit(model: nn.Module, values: Mapping[str, Any]) -> None:
+    targets = model.state_dict(keep_vars=True)
+    wrong = [f"{name}: missing" for name in targets if name not in values]
+    wrong += [f"{name}: not in the model" for name in values if name not in targets]
+    for name, target in targets.items():
+        if isinstance(target, Tensor) and name in values:
+            value = values[name]
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                wrong.append(f"{name}: a {type(value).__name__}, not a plain tensor")
+            elif value.shape != target.shape:
+                wrong.append(f"{name}: {tuple(value.shape)} in the state dict, {tuple(target.shape)} in the model")
+    if wrong:
+        shown = [*wrong[:20], *([f"... {len(wrong)} in all"] if len(wrong) > 20 else [])]
+        needs = "the names and shapes of the model"
+        fix = "the state dict of the same model on one process"
+        raise CheckpointError(explain("materialize: the state dict does not fit.", got=shown, needs=needs, fix=fix))
