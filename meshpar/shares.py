@@ -101,8 +101,10 @@ def share_of(x: Tensor) -> Share:
     """Give the share of a tensor that this rank holds: all of a plain one."""
     if not isinstance(x, DTensor):
         return Share((0,) * x.dim(), tuple(x.shape))
-    share = share_at(x.shape, x.device_mesh.shape, x.placements, _coordinates(x.device_mesh))
     held = tuple(private.piece_of(x).shape)
+    if x.numel() == 0:  # `fully_shard` gives every rank nothing of any shape
+        return Share((0,) * x.dim(), held)
+    share = share_at(x.shape, x.device_mesh.shape, x.placements, _coordinates(x.device_mesh))
     assert held == share.sizes, f"{tuple(x.shape)} in {x.placements}: holds {held}, not {share.sizes}"
     return share
 
