@@ -78,24 +78,27 @@ def materialize(
         raise SpecError(explain("materialize: where from?", got=got, needs="one source of values", fix=fix))
     if not hollow(model):
         return model
-    everyone(team(), "materialize: the ranks differ.", lambda: None, fix="call it on all ranks")
-    if not sources or init is not None:
-        recipes = _Recipes(model, init)
-        recipes.check(set(hollow(model)))
-        _initialise(model, recipes, recipes.modules)
-        return model
-    left = set(hollow(model)) - set(model.state_dict(keep_vars=True))
-    recipes = _Recipes(model, None)
+    by_recipe = not sources or init is not None
+    left = set(hollow(model)) - (set() if by_recipe else set(model.state_dict(keep_vars=True)))
+    recipes = _Recipes(model, init)
     recipes.check(left)
+    room = _Room(model, recipes)
 
     def make_room() -> None:
-        owners = [m for m in recipes.modules if any(name in left for name in recipes.own(m))]
-        _initialise(model, recipes, owners)
+        room.make()
+        owners = [m for m in recipes.modules if by_recipe or any(name in left for name in recipes.own(m))]
+        _initialise(recipes, room, owners)
 
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, model, rng=False, step=step, make_room=make_room)
-    else:
-        _from_state_dict(model, state_dict, make_room)
+    try:
+        if by_recipe:
+            make_room()
+        elif checkpoint is not None:
+            load_checkpoint(checkpoint, model, rng=False, step=step, make_room=make_room)
+        else:
+            _from_state_dict(model, state_dict, make_room)
+    except BaseException:
+        room.give_back()
+        raise
     return model
 
 
@@ -146,7 +149,7 @@ class _Recipes:
     def check(self, names: set[str]) -> None:
         """Refuse what would stay without values."""
         wrong = [
-            f"{slot.path}, of a {type(m).__name__}"
+            f"{slot.path}, of a {_class_name(m)}"
             for m in self.modules
             for slot in self.slots[id(m)]
             if slot.path in names and self.of(m) is None
@@ -161,6 +164,11 @@ class _Recipes:
                     "checkpoint= or state_dict=",
                 )
             )
+
+
+def _class_name(module: nn.Module) -> str:
+    """Name the class of a module as users know it."""
+    return type(module).__name__.removeprefix("FSDP").removeprefix("Domain")
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -181,42 +189,52 @@ def _slots(module: nn.Module, path: str) -> Iterator[_Slot]:
                 yield _Slot(module, name, f"{path}.{name}" if path else name)
 
 
-def _initialise(model: nn.Module, recipes: _Recipes, modules: list[nn.Module]) -> None:
-    """Make memory for all shares, and run the recipes of some modules."""
-    made = _make_empty(model, recipes)
+class _Room:
+    """Put memory for this rank's share in the place of every tensor without data; ties stay ties."""
+
+    def __init__(self, model: nn.Module, recipes: _Recipes) -> None:
+        self.model = model
+        self.slots = [slot for module in recipes.modules for slot in recipes.slots[id(module)]]
+        self.hollow = [slot.get() for slot in self.slots]
+        self.made: dict[int, Tensor] = {}
+
+    def make(self) -> None:
+        """Make the memory: `made` has the new tensor of each slot, by its id."""
+        offloaded = private.kept_on_cpu(self.model)
+        memo: dict[int, Tensor] = {}
+        for old in self.hollow:
+            if id(old) not in memo:
+                memo[id(old)] = _empty_as(old, on_cpu=id(old) in offloaded)
+        self._put([memo[id(old)] for old in self.hollow])
+        self.made = {id(slot): slot.get() for slot in self.slots}
+
+    def give_back(self) -> None:
+        """Make the model as it was, without values: half of them must not be taken for all."""
+        if self.made:
+            self._put(self.hollow)
+
+    def _put(self, tensors: list[Tensor]) -> None:
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            setattr(slot.owner, slot.name, tensor)
+        with torch.no_grad():
+            private.refresh_shards(self.model)
+
+
+def _initialise(recipes: _Recipes, room: _Room, modules: list[nn.Module]) -> None:
+    """Run the recipes of some modules."""
 
     def run() -> None:
         done: set[int] = set()
-        with torch.no_grad(), _rank_0_draws(made):
+        with torch.no_grad(), _rank_0_draws(room.made):
             # A module whose recipe reaches below comes as one, with the children first inside of it.
             outer = {id(m): m for m in modules if len(recipes.reach(m)) > 1}
             inside = {id(n) for m in outer.values() for n in recipes.reach(m) if n is not m}
             for module in modules:
                 if id(module) not in inside:
-                    _run_recipe(module, recipes, made, done)
+                    _run_recipe(module, recipes, room.made, done)
 
-    everyone(team(), "materialize: an init function failed.", run, fix="see above")
-
-
-def _make_empty(model: nn.Module, recipes: _Recipes) -> dict[int, Tensor]:
-    """Put memory for this rank's share in the place of every tensor without data; ties stay ties.
-
-    Returns:
-        The new tensors, by the id of the owner's slot that holds each.
-    """
-    offloaded = private.kept_on_cpu(model)
-    memo: dict[int, Tensor] = {}
-    keep: list[Tensor] = []  # so that ids are not used again
-    for module in recipes.modules:
-        for slot in recipes.slots[id(module)]:
-            old = slot.get()
-            keep.append(old)
-            if id(old) not in memo:
-                memo[id(old)] = _empty_as(old, on_cpu=id(old) in offloaded)
-            setattr(slot.owner, slot.name, memo[id(old)])
-    with torch.no_grad():
-        private.refresh_shards(model)
-    return {id(slot): slot.get() for module in recipes.modules for slot in recipes.slots[id(module)]}
+    if modules:
+        everyone(team(), "materialize: an init function failed.", run, fix="see above")
 
 
 def _empty_as(old: Tensor, *, on_cpu: bool) -> Tensor:
@@ -299,7 +317,7 @@ def _filled(slot: _Slot, whole: Tensor, target: Tensor, module: nn.Module) -> Te
     """Give what a recipe has put into a slot."""
     found = slot.get()
     if found is whole and private.version_of(whole) == 0 and whole.numel():
-        got = f"{slot.path} {tuple(whole.shape)} as it was after the recipe of a {type(module).__name__}"
+        got = f"{slot.path} {tuple(whole.shape)} as it was after the recipe of a {_class_name(module)}"
         needs = "all parameters and buffers filled"
         fix = "fill it in reset_parameters() of its module; or give init="
         raise CheckpointError(explain("materialize: a recipe leaves values out.", got=got, needs=needs, fix=fix))

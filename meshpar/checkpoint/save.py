@@ -119,7 +119,8 @@ def save_checkpoint(
     def collect() -> tuple[dict[str, Any], Any]:
         _check(step, keep)
         contents = _collect(model, optimizer, scheduler, sampler, extra)
-        state.to_bytes(contents.plain)  # to learn now that it can be done
+        if us.rank == 0:
+            state.to_bytes(contents.plain)  # to learn now that it can be done
         held.append(contents)
         return _digest(contents), generators.collect(mesh) if rng else None
 

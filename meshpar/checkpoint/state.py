@@ -7,8 +7,9 @@ communicates or touches a file. What is not a tensor can be read back without ru
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Protocol
 
 import torch
@@ -179,19 +180,21 @@ def to_bytes(plain: dict[str, Any]) -> bytes:
     Raises:
         CheckpointError: there are other things among them; their places are named.
     """
-    bad = [where for where, value in _leaves(plain, "") if not _can_be_read(value)]
-    if bad:
-        raise CheckpointError(
-            explain(
-                "save_checkpoint: values that cannot be read back without running code.",
-                got=bad[:5],
-                needs="numbers, strings, tensors that all ranks hold, and lists, tuples and dicts of them",
-                fix="turn them into such values, in the state_dict that gives them",
-            )
-        )
+    leaves = list(_leaves(plain, ""))
     buffer = io.BytesIO()
-    torch.save(plain, buffer)
-    return buffer.getvalue()
+    bad = [where for where, value in leaves if isinstance(value, DTensor)]
+    if not bad:
+        if _is_read_back(plain, buffer):
+            return buffer.getvalue()
+        bad = [where for where, value in leaves if not _is_read_back(value, io.BytesIO())]
+    raise CheckpointError(
+        explain(
+            "save_checkpoint: values that cannot be read back without running code.",
+            got=bad[:5],
+            needs="numbers, strings, tensors that all ranks hold, and lists, tuples and dicts of them",
+            fix="turn them into such values, in the state_dict that gives them",
+        )
+    )
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
@@ -200,23 +203,23 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _leaves(value: Any, where: str) -> list[tuple[str, Any]]:
-    if type(value) is dict and value:
-        return [leaf for key, item in value.items() for leaf in _leaves(item, f"{where}[{key!r}]" if where else key)]
-    if type(value) in (list, tuple) and value and not all(type(item) in (int, float, str, bool) for item in value):
-        return [leaf for i, item in enumerate(value) for leaf in _leaves(item, f"{where}[{i}]")]
-    return [(f"{where}: a {type(value).__name__}", value)]
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """List what is in dicts, lists and tuples, each with its place; numbers and strings are left out."""
+    if type(value) is dict:
+        for key, item in value.items():
+            yield from _leaves(item, f"{where}[{key!r}]" if where else str(key))
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{where}[{i}]")
+    elif type(value) not in (int, float, str, bool, NoneType):
+        yield f"{where}: a {type(value).__name__}", value
 
 
-def _can_be_read(value: Any) -> bool:
-    if isinstance(value, int | float | str | bool | None) and type(value).__module__ == "builtins":
-        return True
-    if isinstance(value, DTensor) or (isinstance(value, Tensor) and value.is_meta):
-        return False
-    buffer = io.BytesIO()
+def _is_read_back(value: Any, buffer: io.BytesIO) -> bool:
     try:
         torch.save(value, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except Exception:
         return False
     return True

@@ -112,7 +112,28 @@ def kill_in_a_save(number, folder, logs, asynchronous, chance):
     }
 
 
-def kill_at_every_event(folder, logs):
+def save_until(where, number):
+    """Save three times, and be killed at the file operation of that number of the third save."""
+    run = runs.Run("")
+    for _ in range(2):
+        run.train(1)
+        run.save(str(where), keep=2)
+    run.train(1)
+    count = 0
+
+    def hook(event, args):
+        nonlocal count
+        told = any(isinstance(a, str | bytes | os.PathLike) and str(where) in str(a) for a in args)
+        if told and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    run.save(str(where), keep=2)
+
+
+def kill_at_every_event(folder):
     """Kill a process at the first, the second, ... file operation of its third save, until a save comes through."""
     seen = []
     for number in range(1, 1000):
@@ -120,23 +141,7 @@ def kill_at_every_event(folder, logs):
         pid = os.fork()
         if pid == 0:
             try:
-                events = [0]
-                run = runs.Run("")
-                for step in range(2):
-                    run.train(1)
-                    run.save(str(where), keep=2)
-                del step
-
-                def hook(event, args):
-                    told = any(isinstance(a, str | bytes | os.PathLike) and str(where) in str(a) for a in args)
-                    if told and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
-                        events[0] += 1
-                        if events[0] == number:
-                            os.kill(os.getpid(), signal.SIGKILL)
-
-                run.train(1)
-                sys.addaudithook(hook)
-                run.save(str(where), keep=2)
+                save_until(where, number)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -149,7 +154,6 @@ def kill_at_every_event(folder, logs):
         seen.append({"code": code, "complete": complete, "left": [p.name for p in where.iterdir() if p.name[0] == "."]})
         if code != -signal.SIGKILL:
             break
-    del logs
     return seen
 
 
@@ -162,11 +166,11 @@ def main():
     logs = base / "logs"
     logs.mkdir()
     if scene == "events":
-        print(json.dumps(kill_at_every_event(base, logs)))
+        print(json.dumps(kill_at_every_event(base)))
         return
     folder, chance = base / "run", random.Random(scene)
     asynchronous = scene == "asynchronous"
-    seen = [kill_in_a_save(i, folder, logs, asynchronous, chance) for i in range(10)]
+    seen = [kill_in_a_save(i, folder, logs, asynchronous, chance) for i in range(4 if asynchronous else 10)]
     latest = meshpar.latest_checkpoint(folder)
     log = logs / "last"
     last_step = (latest.step if latest else 0) + 2

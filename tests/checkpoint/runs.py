@@ -37,7 +37,9 @@ class Net(nn.Module):
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(step)
     shape = (4, 1, 9, 6)
-    return torch.randn(4, 2, 9, 6, generator=g, dtype=torch.float64), torch.randn(shape, generator=g, dtype=torch.float64)
+    return torch.randn(4, 2, 9, 6, generator=g, dtype=torch.float64), torch.randn(
+        shape, generator=g, dtype=torch.float64
+    )
 
 
 OPTIMIZERS = {
