@@ -29,8 +29,8 @@ from meshpar.shares import laid_as, narrowed, share_of
 
 Init = Callable[[nn.Module], Any]
 
-WINDOW_BYTES = 64 * 2**20
-"""How much of a file of values is looked at before its pages are let go."""
+WINDOW_BYTES = 4 * 2**20
+"""How much is read from a file of values before its pages are let go; more where a share is large."""
 
 
 def materialize(
@@ -220,18 +220,46 @@ class _Room:
             private.refresh_shards(self.model)
 
 
+class _Scratch:
+    """Lend memory for the whole tensors of one module, the same again for the next one."""
+
+    def __init__(self) -> None:
+        self.flats: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def lend(self, targets: list[Tensor]) -> list[Tensor]:
+        """Give an uninitialised whole tensor for each target; those that were lent before are no longer good."""
+        needs: dict[tuple[torch.dtype, torch.device], int] = {}
+        spans = []
+        for t in targets:
+            device = private.piece_of(t).device if isinstance(t, DTensor) else t.device
+            start = needs.setdefault((t.dtype, device), 0)
+            spans.append(((t.dtype, device), start))
+            needs[t.dtype, device] = start + t.numel()
+        for key, n in needs.items():
+            if key not in self.flats or self.flats[key].numel() < n:
+                self.flats.pop(key, None)  # before the next one is made
+                self.flats[key] = torch.empty(n, dtype=key[0], device=key[1])
+        wholes = []
+        for t, (key, start) in zip(targets, spans, strict=True):
+            # `data` counts writes by itself, so that it can be seen whether a recipe fills it.
+            whole = self.flats[key][start : start + t.numel()].view(t.shape).data
+            wholes.append(nn.Parameter(whole, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else whole)
+        return wholes
+
+
 def _initialise(recipes: _Recipes, room: _Room, modules: list[nn.Module]) -> None:
     """Run the recipes of some modules."""
 
     def run() -> None:
         done: set[int] = set()
+        scratch = _Scratch()
         with torch.no_grad(), _rank_0_draws(room.made):
             # A module whose recipe reaches below comes as one, with the children first inside of it.
             outer = {id(m): m for m in modules if len(recipes.reach(m)) > 1}
             inside = {id(n) for m in outer.values() for n in recipes.reach(m) if n is not m}
             for module in modules:
                 if id(module) not in inside:
-                    _run_recipe(module, recipes, room.made, done)
+                    _run_recipe(module, recipes, room.made, done, scratch)
 
     if modules:
         everyone(team(), "materialize: an init function failed.", run, fix="see above")
@@ -266,18 +294,19 @@ def _rank_0_draws(made: Mapping[int, Tensor]) -> Iterator[None]:
         yield
 
 
-def _run_recipe(module: nn.Module, recipes: _Recipes, made: Mapping[int, Tensor], done: set[int]) -> None:
+def _run_recipe(
+    module: nn.Module, recipes: _Recipes, made: Mapping[int, Tensor], done: set[int], scratch: _Scratch
+) -> None:
     """Run the recipe of a module on whole tensors, and keep this rank's rows of them."""
     reach = recipes.reach(module)
     slots = [slot for m in reach for slot in recipes.slots[id(m)]]
     if not slots:
         return
-    wholes: dict[int, Tensor] = {}
+    wholes = {id(slot): whole for slot, whole in zip(slots, scratch.lend([made[id(s)] for s in slots]), strict=True)}
     others = [p for m in module.modules() if m not in reach for p in m.parameters(recurse=False)]
     versions = [private.version_of(p) for p in others]
     try:
         for slot in slots:
-            wholes[id(slot)] = _whole(made[id(slot)])
             setattr(slot.owner, slot.name, wholes[id(slot)])
         for m in reach:
             recipe = recipes.of(m)
@@ -288,8 +317,7 @@ def _run_recipe(module: nn.Module, recipes: _Recipes, made: Mapping[int, Tensor]
             found = _filled(slot, wholes[id(slot)], target, module)
             if id(target) not in done:  # a tie keeps what its first owner drew
                 done.add(id(target))
-                held = private.piece_of(target) if isinstance(target, DTensor) else target
-                held.copy_(narrowed(found.detach(), share_of(target)))
+                _held(target).copy_(narrowed(found.detach(), share_of(target)))
     finally:
         for slot in slots:
             setattr(slot.owner, slot.name, made[id(slot)])
@@ -306,13 +334,6 @@ def _run_recipe(module: nn.Module, recipes: _Recipes, made: Mapping[int, Tensor]
         )
 
 
-def _whole(target: Tensor) -> Tensor:
-    """Make memory for the whole of a tensor."""
-    device = private.piece_of(target).device if isinstance(target, DTensor) else target.device
-    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-    return nn.Parameter(whole, requires_grad=target.requires_grad) if isinstance(target, nn.Parameter) else whole
-
-
 def _filled(slot: _Slot, whole: Tensor, target: Tensor, module: nn.Module) -> Tensor:
     """Give what a recipe has put into a slot."""
     found = slot.get()
@@ -326,6 +347,11 @@ def _filled(slot: _Slot, whole: Tensor, target: Tensor, module: nn.Module) -> Te
         needs, fix = "values of the shape that the model was parallelized with", "fill the tensor in place"
         raise CheckpointError(explain("materialize: a recipe changes a shape.", got=got, needs=needs, fix=fix))
     return found
+
+
+def _held(t: Tensor) -> Tensor:
+    """Give the memory in which a rank has its rows of a tensor."""
+    return private.piece_of(t).detach() if isinstance(t, DTensor) else t.detach()
 
 
 def _from_state_dict(model: nn.Module, source: Any, make_room: Callable[[], None]) -> None:
@@ -344,31 +370,28 @@ def _from_state_dict(model: nn.Module, source: Any, make_room: Callable[[], None
     fix = "give the state dict of the model on one process, or a file of it"
     everyone(us, what, lambda: _check_fit(model, read()), fix=fix)
     make_room()
-    window: list[str] = []
     others: dict[str, Any] = {}
     targets = model.state_dict(keep_vars=True)
+    held = {name: _held(t) for name, t in targets.items() if isinstance(t, Tensor)}
+    window = max(WINDOW_BYTES, sum(h.nbytes for h in held.values()) // 64)  # each takes a look at the whole index
 
     def fill(names: list[str]) -> None:
         values = read()
         for name in names:
-            target, value = targets[name], values[name]
-            if isinstance(target, Tensor):
-                held = private.piece_of(target) if isinstance(target, DTensor) else target
-                held.copy_(narrowed(value.detach(), share_of(target)))
+            if name in held:
+                held[name].copy_(narrowed(values[name].detach(), share_of(targets[name])))
             else:
-                others[name] = value
+                others[name] = values[name]
 
     def fill_all() -> None:
-        waiting = 0
+        names: list[str] = []
         with torch.no_grad():
-            for name, target in targets.items():
-                window.append(name)
-                waiting += target.numel() * target.element_size() if isinstance(target, Tensor) else 0
-                if waiting > WINDOW_BYTES:
-                    fill(window)
-                    window.clear()
-                    waiting = 0
-            fill(window)
+            for name in targets:
+                names.append(name)
+                if sum(held[n].nbytes for n in names if n in held) >= window:
+                    fill(names)
+                    names = []
+            fill(names)
             model.load_state_dict({**targets, **others})  # its own tensors: runs the hooks of the model
 
     everyone(us, what, fill_all, fix=fix)

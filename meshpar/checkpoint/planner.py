@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from meshpar.shares import Share, narrowed
 
-PART_BYTES = 64 * 2**20
-"""The most that is written, and read again, as one."""
+PART_BYTES = 4 * 2**20
+"""The most that is written, and read again, as one: a reader holds it twice while it unpacks it."""
 
 
 @dataclass(frozen=True)

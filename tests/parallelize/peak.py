@@ -11,10 +11,15 @@ import meshpar
 BLOCK_BYTES = 16 * 2**20
 
 
+def block(width: int) -> nn.Module:
+    half = width // 2
+    return nn.Sequential(nn.Linear(width, half, bias=False), nn.GELU(), nn.Linear(half, width, bias=False))
+
+
 class Model(nn.Module):
-    def __init__(self, blocks: int = 16) -> None:
+    def __init__(self, blocks: int = 16, width: int = 2048) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(2048, 2048, bias=False) for _ in range(blocks)])
+        self.blocks = nn.ModuleList([block(width) for _ in range(blocks)])
 
     def forward(self, x):
         for block in self.blocks:
@@ -27,29 +32,28 @@ def status(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
-def built(blocks: int) -> nn.Module:
+def built(*sizes: int) -> nn.Module:
     with torch.device("meta"):
-        net = Model(blocks)
+        net = Model(*sizes)
     return meshpar.parallelize(net, f"data={dist.get_world_size()}")
 
 
-def main() -> None:
-    source, folder, rank, num_ranks = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
+def prepare(folder: str) -> None:
+    """Write a checkpoint, and a state dict of one process."""
+    torch.manual_seed(0)
+    net = Model()
+    meshpar.save_checkpoint(f"{folder}/run", net)
+    torch.save(net.state_dict(), f"{folder}/plain.pt")
+
+
+def measure(source: str, folder: str, rank: int, num_ranks: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
     told = {"checkpoint": {"checkpoint": f"{folder}/run"}, "state dict": {"state_dict": f"{folder}/plain.pt"}}
-    warm = meshpar.materialize(built(1))  # what torch keeps for itself once it has been used
-    meshpar.save_checkpoint(f"{folder}/warm", warm)
-    meshpar.materialize(built(1), checkpoint=f"{folder}/warm")
-    del warm
-    if source != "init":
-        made = meshpar.materialize(built(16))
-        meshpar.save_checkpoint(f"{folder}/run", made)
-        if rank == 0 and source == "state dict":
-            torch.manual_seed(0)
-            torch.save({f"blocks.{i}.weight": torch.randn(2048, 2048) for i in range(16)}, f"{folder}/plain.pt")
-        del made
-        dist.barrier()
+    # What torch keeps for itself once it has been used is no part of it.
+    small = meshpar.materialize(built(1, 16))
+    meshpar.save_checkpoint(f"{folder}/small", small)
+    meshpar.materialize(built(1, 16), checkpoint=f"{folder}/small")
+    del small
     model = built(16)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
@@ -64,4 +68,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    if sys.argv[1] == "prepare":
+        prepare(sys.argv[2])
+    else:
+        measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -356,10 +356,11 @@ PROGRAM = Path(__file__).with_name("peak.py")
 """Each rank a process of its own: the peak of a process is that of all of its life."""
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("source", ["init", "checkpoint", "state dict"])
+@pytest.mark.parametrize(("source", "num_ranks"), [("init", 2), ("init", 4), ("checkpoint", 2), ("state dict", 2)])
 def test_peak_memory_of_a_rank_stays_under_its_share_plus_one_block(source, num_ranks, tmp_path):
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if source != "init":
+        subprocess.run([sys.executable, str(PROGRAM), "prepare", str(tmp_path)], env=env, check=True, timeout=150)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), source, str(tmp_path), str(rank), str(num_ranks)],
