@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshpar
-from meshpar.data import fully_shard_over, own_tensors
+from meshpar.data import fully_shard_over
+from meshpar.initial import own_tensors
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite
 from meshpar.testing import mesh_for
