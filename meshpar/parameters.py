@@ -222,6 +222,7 @@ def shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: st
     """Cut the plain values of a one-process state dict to the shards that the model holds."""
     for name, p in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
-        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if isinstance(p, DTensor) and plain and value.shape == p.shape:  # else torch names the key and both shapes
+        if isinstance(p, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            if value.shape != p.shape:
+                continue  # torch names the key and both shapes
             state_dict[prefix + name] = cut_as(value, p)

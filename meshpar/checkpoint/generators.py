@@ -32,11 +32,11 @@ def sizes_of(mesh: DeviceMesh | None) -> dict[str, int]:
     return {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), map(int, mesh.shape), strict=True))
 
 
-def sample_coordinate(mesh: DeviceMesh | None) -> int:
-    """Number the part of the batch that this rank has: along data, and replica where there is one."""
+def sample_coordinate(mesh: DeviceMesh | None, rank: int | None = None) -> int:
+    """Number the part of the batch that a rank has, this one by default: along data, and replica where there is one."""
     number = 0
     if mesh is not None:
-        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.shape, coordinates(mesh), strict=True):
+        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.shape, coordinates(mesh, rank), strict=True):
             if axis in ("replica", "data"):
                 number = number * int(size) + at
     return number

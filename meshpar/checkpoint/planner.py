@@ -52,13 +52,13 @@ class Piece:
         data: its rows, detached.
         size: shape of the whole tensor.
         share: which rows they are.
-        by_first: whether rank 0 alone writes it, for buffers, which ranks may have otherwise.
+        writes: whether this rank may write it: not where others have the numbers that count.
     """
 
     data: Tensor
     size: tuple[int, ...]
     share: Share
-    by_first: bool = False
+    writes: bool = True
 
 
 def _parts(piece: Piece) -> Iterator[Share]:
@@ -90,7 +90,7 @@ class PieceSaver(DefaultSavePlanner):
         """List the chunks of this rank."""
         items = []
         for name, piece in self.state_dict.items():
-            if piece.by_first and not self.is_coordinator:
+            if not piece.writes:
                 continue
             properties = TensorProperties.create_from_tensor(piece.data)
             for part in _parts(piece):

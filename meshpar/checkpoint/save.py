@@ -85,7 +85,8 @@ def save_checkpoint(
 
     Args:
         folder: a folder for the checkpoints of this run alone; each gets a folder in it, `000003-step-1200`.
-        model: a parallelized model, or a plain one on one process.
+        model: a parallelized model, or a plain one on one process. Buffers are those of rank 0; parameters that each
+            data coordinate has for itself (`data="none"`) those of the first.
         optimizer: an optimizer of its parameters.
         scheduler: a learning-rate scheduler.
         step: number of the step, 0 or more.
@@ -118,7 +119,11 @@ def save_checkpoint(
 
     def collect() -> tuple[dict[str, Any], Any]:
         _check(step, keep)
-        contents = _collect(model, optimizer, scheduler, sampler, extra)
+        contents = _collect(model, optimizer, first=us.rank == 0)
+        for name, part in (("scheduler", scheduler), ("sampler", sampler)):
+            if part is not None:
+                contents.plain[name] = part.state_dict()
+        contents.plain["extra"] = dict(extra or {})
         if us.rank == 0:
             state.to_bytes(contents.plain)  # to learn now that it can be done
         held.append(contents)
@@ -157,26 +162,17 @@ def save_checkpoint(
     return saving
 
 
-def _collect(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    scheduler: Stateful | None,
-    sampler: Stateful | None,
-    extra: Mapping[str, Any] | None,
-) -> Contents:
+def _collect(model: nn.Module, optimizer: Optimizer | None, *, first: bool) -> Contents:
     empty = state.hollow(model)
     if empty:
         got = f"{len(empty)} parameters or buffers without data, e.g. {empty[:3]}"
         needs, fix = "a model with values", "materialize(model) before"
         raise CheckpointError(explain("save_checkpoint: nothing to save.", got=got, needs=needs, fix=fix))
     contents = Contents()
-    state.collect_model(model, contents)
+    speaks = state.speaks_for_parameters(model, generators.mesh_in(model))
+    state.collect_model(model, contents, first=first, speaks=speaks)
     if optimizer is not None:
-        state.collect_optimizer(model, optimizer, contents)
-    for name, part in (("scheduler", scheduler), ("sampler", sampler)):
-        if part is not None:
-            contents.plain[name] = part.state_dict()
-    contents.plain["extra"] = dict(extra or {})
+        state.collect_optimizer(model, optimizer, contents, speaks=speaks)
     return contents
 
 

@@ -14,19 +14,25 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from meshpar import private
+from meshpar.checkpoint.generators import sample_coordinate
 from meshpar.checkpoint.planner import Piece
 from meshpar.errors import CheckpointError, explain
-from meshpar.shares import Share, laid_as, share_of
+from meshpar.shares import laid_as, share_of
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """What the names of tensors begin with."""
 
 _PLAIN_STATES = ("step", "eta", "mu", "mu_product")
 """Numbers that optimizers of torch keep beside each parameter; of a 0-d parameter all states have that shape."""
+
+
+_HOW = ("foreach", "fused", "capturable")
+"""Options of an optimizer that say how it computes, not what: they belong to the mesh and the device of now."""
 
 
 class Stateful(Protocol):
@@ -54,10 +60,26 @@ class Contents:
     plain: dict[str, Any] = field(default_factory=dict)
 
 
-def piece_of(x: Tensor, *, by_first: bool = False) -> Piece:
+def piece_of(x: Tensor, *, writes: bool = True) -> Piece:
     """Give what this rank holds of a tensor."""
     held = private.piece_of(x) if isinstance(x, DTensor) else x
-    return Piece(held.detach(), tuple(x.shape), share_of(x), by_first)
+    return Piece(held.detach(), tuple(x.shape), share_of(x), writes)
+
+
+def speaks_for_parameters(model: nn.Module, mesh: DeviceMesh | None) -> bool:
+    """Tell whether this rank's parameters are those that count.
+
+    They are on every rank, but where each data coordinate trains parameters of its own (`data="none"`): then those of
+    the first one count.
+    """
+    here = sample_coordinate(mesh)
+    if mesh is None or here == 0:
+        return True
+    firsts = {rank for rank in mesh.mesh.flatten().tolist() if sample_coordinate(mesh, rank) == 0}
+    return all(
+        isinstance(p, DTensor) and not firsts.isdisjoint(p.device_mesh.mesh.flatten().tolist())
+        for p in model.parameters()
+    )
 
 
 def hollow(model: nn.Module) -> list[str]:
@@ -82,12 +104,19 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any], 
     return tensors, others, ties
 
 
-def collect_model(model: nn.Module, into: Contents) -> None:
-    """Add the state dict of a model."""
+def collect_model(model: nn.Module, into: Contents, *, first: bool, speaks: bool) -> None:
+    """Add the state dict of a model.
+
+    Args:
+        model: the model.
+        into: what is collected.
+        first: whether this is rank 0, whose buffers are kept: ranks may have others (`batch_statistics="data-local"`).
+        speaks: see `speaks_for_parameters`.
+    """
     tensors, others, ties = model_tensors(model)
     for name, value in tensors.items():
-        alike = not isinstance(value, DTensor | nn.Parameter)
-        into.pieces[MODEL + name] = piece_of(value, by_first=alike)
+        writes = speaks if isinstance(value, DTensor | nn.Parameter) else first
+        into.pieces[MODEL + name] = piece_of(value, writes=writes)
     into.plain["model"] = {"others": others, "ties": ties}
 
 
@@ -117,8 +146,8 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return found
 
 
-def collect_optimizer(model: nn.Module, optimizer: Optimizer, into: Contents) -> None:
-    """Add the states and the options of an optimizer, by the names of the parameters."""
+def collect_optimizer(model: nn.Module, optimizer: Optimizer, into: Contents, *, speaks: bool) -> None:
+    """Add the states and the options of an optimizer, by the names of the parameters; see `collect_model`."""
     names = names_of(model, optimizer)
     groups: list[dict[str, Any]] = []
     states: dict[str, dict[str, Any]] = {}
@@ -130,7 +159,7 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer, into: Contents) ->
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
                     full = f"{OPTIMIZER}{name}:{key}"
-                    into.pieces[full] = piece_of(value)
+                    into.pieces[full] = piece_of(value, writes=speaks)
                     kinds[full] = (name, key, isinstance(value, DTensor))
                 else:
                     states[name][key] = value
@@ -166,10 +195,11 @@ def apply_optimizer(
         states.setdefault(name, {})[key] = tensors[full]
     numbers: dict[str, int] = {}
     groups = []
-    for members, group in zip(names_of(model, optimizer), told["groups"], strict=True):
+    for members, group, now in zip(names_of(model, optimizer), told["groups"], optimizer.param_groups, strict=True):
         for name in members:
             numbers[name] = len(numbers)
-        groups.append({**group, "params": [numbers[name] for name in members]})
+        how = {key: now[key] for key in _HOW if key in now}
+        groups.append({**group, **how, "params": [numbers[name] for name in members]})
     by_number = {numbers[name]: state for name, state in states.items() if state}
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
@@ -238,7 +268,4 @@ def detached(plain: Any) -> Any:
 
 def staged(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
     """Copy pieces to memory of their own, so that later updates are not seen."""
-    return {
-        name: Piece(p.data.to("cpu", copy=True), p.size, Share(p.share.offsets, p.share.sizes), p.by_first)
-        for name, p in pieces.items()
-    }
+    return {name: Piece(p.data.to("cpu", copy=True), p.size, p.share) for name, p in pieces.items() if p.writes}

@@ -26,13 +26,17 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Conv2d(7, 7, 3, padding=1), nn.SiLU()) for _ in range(3)])
         self.blocks[2][0].weight = self.blocks[0][0].weight
         self.frozen = nn.Parameter(torch.full((1, 7, 1, 1), 0.1), requires_grad=False)
+        self.mlp = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
         self.head = nn.Conv2d(7, 1, 1)
 
     def forward(self, x):
         x = self.norm(self.stem(x)) * self.scale + self.frozen
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x)
+        return self.head(x + self.mlp(x))
+
+
+PLAN = {"mlp.0": "colwise", "mlp.2": "rowwise"}
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,18 +55,30 @@ OPTIMIZERS = {
 }
 
 
+def parts_of_batch(mesh) -> tuple[int, int]:
+    """Give into how many parts a batch is cut, and which of them this rank has."""
+    num, at = 1, 0
+    for axis in mesh.mesh_dim_names:
+        if axis in ("replica", "data"):
+            size = meshpar.axis_size(mesh, axis)
+            num, at = num * size, at * size + meshpar.coordinate(mesh, axis)
+    return num, at
+
+
 class Run:
     """A model in training on a mesh, or on one process where `spec` is empty."""
 
-    def __init__(self, spec: str, optimizer: str = "adamw", seed: int = 3, make=Net) -> None:
+    def __init__(self, spec: str, optimizer: str = "adamw", seed: int = 3, make=Net, **told) -> None:
         torch.manual_seed(seed)
         net = make().double()
         self.mesh = mesh_for(spec) if spec else None
-        self.model = meshpar.parallelize(net, self.mesh) if spec else net
+        if "tensor" in spec:
+            told["tensor_plan"] = PLAN
+        self.model = meshpar.parallelize(net, self.mesh, **told) if spec else net
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         rest = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
-        self.optimizer = OPTIMIZERS[optimizer](groups)
+        self.optimizer = OPTIMIZERS[optimizer](groups, foreach="tensor" not in spec)  # no foreach over several meshes
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         self.step = 0
 
@@ -73,7 +89,7 @@ class Run:
             if self.mesh is None:
                 loss = (self.model(x) - t).square().mean()
             else:
-                num, at = meshpar.axis_size(self.mesh, "data"), meshpar.coordinate(self.mesh, "data")
+                num, at = parts_of_batch(self.mesh)
                 y = self.model(x.chunk(num)[at])
                 with meshpar.spmd():
                     loss = (y - meshpar.shard_batch(t.chunk(num)[at], self.mesh)).square().mean()
@@ -95,7 +111,7 @@ class Run:
         return loaded
 
 
-PLAN = {"first": 0, "second": 1, "norm": None, "odd": 0, "conv": 0, "table": 1, "scale": None}
+SPLIT = {"first": 0, "second": 1, "norm": None, "odd": 0, "conv": 0, "table": 1, "scale": None}
 
 
 class Parts(nn.Module):
@@ -113,14 +129,14 @@ class Parts(nn.Module):
 
 
 def split(spec: str, net: nn.Module) -> nn.Module:
-    """Lay the parameters of a model over a mesh, those in PLAN over its tensor axis first."""
+    """Lay the parameters of a model over a mesh, those in SPLIT over its tensor axis first."""
     mesh = mesh_for(spec)
     model = rewrite(copy.deepcopy(net), policy=Policy(mesh=mesh))
     own_tensors(model)
     if meshpar.axis_size(mesh, "tensor") > 1:
         for name, p in list(model.named_parameters()):
             owner = model.get_submodule(name.rpartition(".")[0])
-            dim = PLAN[name.partition(".")[0]]
+            dim = SPLIT[name.partition(".")[0]]
             if dim is not None and dim < p.dim():
                 w = distribute_tensor(p.detach(), mesh["tensor"], [Shard(dim)], src_data_rank=None)
                 setattr(owner, name.rpartition(".")[2], nn.Parameter(w))

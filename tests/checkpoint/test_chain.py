@@ -13,19 +13,23 @@ from meshpar.shares import whole_of
 from meshpar.testing import mesh_for, run_ranks
 
 CHAIN = (
-    ("data=2,domain=2", 4),
-    ("data=1,domain=4", 4),
-    ("data=4,domain=1", 4),
-    ("data=1,domain=1,tensor=2", 2),
-    ("", 1),
-    ("data=1,domain=2", 2),
-    ("data=2,domain=2", 4),
+    ("data=2,domain=2", 4, {}),
+    ("data=1,domain=4", 4, {}),
+    ("data=4,domain=1", 4, {}),
+    ("data=1,domain=1,tensor=2", 2, {}),
+    ("", 1, {}),
+    ("data=2,tensor=2", 4, {}),
+    ("data=2,domain=2", 4, {"data": "ddp"}),
+    ("replica=2,data=1,domain=2", 4, {"data": "hsdp"}),
+    ("data=1,domain=2,tensor=2", 4, {"data": "ddp"}),
+    ("data=1,domain=2", 2, {"offload": "cpu"}),
+    ("data=2,domain=2", 4, {}),
 )
 
 
-def leg(spec: str, optimizer: str, folder: str, steps: int, asynchronous: bool) -> list[float]:
+def leg(spec: str, optimizer: str, folder: str, steps: int, asynchronous: bool, told: dict) -> list[float]:
     """Load what there is, train on, save. Weights that were drawn otherwise show that all of them are loaded."""
-    run = runs.Run(spec, optimizer, seed=0 if meshpar.latest_checkpoint(folder) is None else 99)
+    run = runs.Run(spec, optimizer, seed=0 if meshpar.latest_checkpoint(folder) is None else 99, **told)
     if meshpar.latest_checkpoint(folder) is not None:
         run.load(folder)
     losses = run.train(steps)
@@ -42,14 +46,14 @@ def test_the_loss_curve_goes_on_over_a_chain_of_meshes(optimizer, tmp_path):
     steps = 2
     expected = run_ranks(alone, 1, optimizer, steps * len(CHAIN))[0]
     found = []
-    for number, (spec, num_ranks) in enumerate(CHAIN):
-        answers = run_ranks(leg, num_ranks, spec, optimizer, str(tmp_path), steps, number % 2 == 1)
+    for number, (spec, num_ranks, told) in enumerate(CHAIN):
+        answers = run_ranks(leg, num_ranks, spec, optimizer, str(tmp_path), steps, number % 2 == 1, told)
         assert all(answer == answers[0] for answer in answers)
         found += answers[0]
     assert len(set(expected)) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert abs(a - b) < 1e-9 * abs(b)
-    assert [saved.step for saved in meshpar.list_checkpoints(tmp_path)] == [12, 14]
+    assert [saved.step for saved in meshpar.list_checkpoints(tmp_path)] == [20, 22]
 
 
 def parts_step(spec: str, folder: str, seeds: list[int]) -> dict[str, torch.Tensor]:
@@ -78,6 +82,26 @@ def parts_step(spec: str, folder: str, seeds: list[int]) -> dict[str, torch.Tens
                 assert value.placements == p.placements
                 assert private.piece_of(value).shape == private.piece_of(p).shape
     return found
+
+
+def by_themselves(folder: str) -> tuple[float, float]:
+    """Each data coordinate trains parameters of its own: those of the first are kept, all of them."""
+    with pytest.warns(UserWarning, match="does not add up"):
+        run = runs.Run("data=2,domain=2", "sgd", data="none")
+    run.train(2)
+    mine = {name: whole_of(p).clone() for name, p in run.model.named_parameters()}
+    run.save(folder)
+    run.load(folder)
+    moved = max(float((whole_of(p) - mine[name]).abs().max()) for name, p in run.model.named_parameters())
+    return moved, float(sum(whole_of(p).double().square().sum() for p in run.model.parameters()))
+
+
+def test_parameters_of_one_data_coordinate_are_kept_where_each_has_its_own(tmp_path):
+    found = run_ranks(by_themselves, 4, str(tmp_path))
+    moved = [one[0] for one in found]
+    assert moved[:2] == [0.0, 0.0]
+    assert min(moved[2:]) > 0.0
+    assert len({one[1] for one in found}) == 1
 
 
 TENSOR_CHAIN = (("data=2,tensor=2", 4), ("data=1,tensor=4", 4), ("data=4", 4), ("", 1), ("data=1,domain=2,tensor=2", 4))

@@ -98,13 +98,13 @@ def by_recipes(spec: str) -> None:
     assert meshpar.materialize(model) is model  # nothing to do any more
 
 
-def step_as(model: nn.Module, reference: nn.Module, spec: str) -> None:
+def step_as(model: nn.Module, reference: nn.Module, spec: str, *, foreach: bool = True) -> None:
     """Train a step, as one process does."""
     mesh = mesh_for(spec)
     x = torch.randint(0, 11, (4, 5, 3), generator=torch.Generator().manual_seed(1))
     own = x.chunk(meshpar.axis_size(mesh, "data"))[meshpar.coordinate(mesh, "data")]
     for m, given in ((model, own), (reference, x)):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, foreach=foreach)
         with meshpar.spmd():
             m(given).square().mean().backward()
         optimizer.step()
@@ -222,6 +222,33 @@ class Scaled(nn.Module):
 
 def test_weights_that_the_tensor_axis_splits(tmp_path):
     run_ranks(split_over_tensor, 4, "data=2,tensor=2", str(tmp_path))
+
+
+PLAN = {"attention": "colwise", "blocks.*.conv": "colwise"}
+
+
+def in_every_mode(spec: str, told: dict) -> None:
+    model = meshpar.parallelize(on_meta(), mesh_for(spec), **told)
+    torch.manual_seed(7)
+    meshpar.materialize(model)
+    torch.manual_seed(7)
+    reference = in_double(Net)
+    same_values(model, reference)
+    if told.get("precision") is None:
+        step_as(model, reference, spec, foreach="tensor" not in spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("data=2,tensor=2", {"tensor_plan": PLAN}),
+        ("data=1,tensor=2,domain=2", {"tensor_plan": PLAN, "data": "ddp"}),
+        ("data=2,domain=2", {"data": "ddp", "offload": "cpu"}),
+        ("replica=2,data=1,domain=2", {"data": "hsdp", "precision": "bf16"}),
+    ],
+)
+def test_any_plan_and_mode_has_the_values_of_one_process(spec, told):
+    run_ranks(in_every_mode, 4, spec, told)
 
 
 class Bare(nn.Module):
