@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from meshpar.checkpoint import folders, generators, state
+from meshpar.checkpoint.objects import apply_object, room_for_object
 from meshpar.checkpoint.planner import Piece, PieceLoader, Reader
 from meshpar.checkpoint.save import STATE, wait_for_pending
 from meshpar.checkpoint.state import MODEL, Stateful
@@ -48,6 +49,7 @@ def load_checkpoint(
     *,
     scheduler: Stateful | None = None,
     sampler: Stateful | None = None,
+    objects: Mapping[str, Stateful] | None = None,
     rng: bool = True,
     step: int | None = None,
     make_room: Callable[[], None] | None = None,
@@ -60,6 +62,7 @@ def load_checkpoint(
         optimizer: an optimizer of its parameters; it need not have done a step.
         scheduler: a scheduler of the same kind.
         sampler: a sampler.
+        objects: further objects, by the names under which they were saved.
         rng: whether the random number generators are set. On the mesh that saved, each rank has its own back; on
             another one, ranks of one data coordinate have the same, see `meshpar.checkpoint.generators`.
         step: the newest checkpoint of this step.
@@ -97,6 +100,7 @@ def load_checkpoint(
     what = f"load_checkpoint: {path} cannot be loaded."
     job = _Job(path, model, optimizer)
     parts = {"scheduler": scheduler, "sampler": sampler}
+    job.things = dict(objects or {})
     everyone(us, what, lambda: job.prepare(parts, rng=rng, hollow=make_room is not None), fix=_FIX)
     if make_room is not None:
         make_room()
@@ -123,6 +127,7 @@ class _Job:
         self.plain: dict[str, Any] = {}
         self.targets: dict[str, Tensor] = {}
         self.saved_as: dict[str, str] = {}
+        self.things: dict[str, Stateful] = {}
 
     def prepare(self, parts: Mapping[str, Stateful | None], *, rng: bool, hollow: bool) -> None:
         """Read what there is, and check that it fits."""
@@ -136,6 +141,12 @@ class _Job:
         wrong += self._prepare_model()
         if self.optimizer is not None:
             wrong += self._prepare_optimizer(self.optimizer)
+        told = self.plain.get("objects", {})
+        for name, thing in self.things.items():
+            if name in told:
+                wrong += room_for_object(name, thing, told[name], self.metadata, self.targets)
+            else:
+                wrong.append(f"no {name} was saved")
         if wrong:
             shown = [*wrong[:20], f"... {len(wrong)} in all"] if len(wrong) > 20 else wrong
             raise CheckpointError(
@@ -214,6 +225,8 @@ class _Job:
             self.model.load_state_dict(values)
         if self.optimizer is not None:
             state.apply_optimizer(self.model, self.optimizer, self.plain["optimizer"], self.targets)
+        for name, thing in self.things.items():
+            apply_object(thing, self.plain["objects"][name], self.targets)
         for name, part in parts.items():
             if part is not None:
                 part.load_state_dict(self.plain[name])

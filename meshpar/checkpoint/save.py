@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
 from meshpar.checkpoint import folders, generators, state
+from meshpar.checkpoint import objects as things_of
 from meshpar.checkpoint.planner import Piece, PieceSaver
 from meshpar.checkpoint.state import Contents, Stateful
 from meshpar.checkpoint.together import Team, background_team, by_first, everyone, first, team
@@ -75,6 +76,7 @@ def save_checkpoint(
     step: int = 0,
     sampler: Stateful | None = None,
     rng: bool = True,
+    objects: Mapping[str, Stateful] | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
@@ -92,6 +94,8 @@ def save_checkpoint(
         step: number of the step, 0 or more.
         sampler: a sampler whose position is the same on all ranks; rank 0's is kept.
         rng: whether the random number generators are kept: torch, Python and NumPy, of every rank.
+        objects: further objects by name, with a `state_dict` and a `load_state_dict`: an average of the parameters, a
+            scaler. DTensors in their states are saved in shares.
         extra: further values: numbers, strings, plain tensors, lists and dicts of them; rank 0's are kept.
         keep: how many checkpoints to keep, the newest ones; all of them by default.
         asynchronous: whether to write in the background, from a copy in main memory; see `Saving.result`. The next
@@ -119,7 +123,7 @@ def save_checkpoint(
 
     def collect() -> tuple[dict[str, Any], Any]:
         _check(step, keep)
-        contents = _collect(model, optimizer, first=us.rank == 0)
+        contents = _collect(model, optimizer, objects or {}, first=us.rank == 0)
         for name, part in (("scheduler", scheduler), ("sampler", sampler)):
             if part is not None:
                 contents.plain[name] = part.state_dict()
@@ -162,7 +166,7 @@ def save_checkpoint(
     return saving
 
 
-def _collect(model: nn.Module, optimizer: Optimizer | None, *, first: bool) -> Contents:
+def _collect(model: nn.Module, optimizer: Optimizer | None, things: Mapping[str, Stateful], *, first: bool) -> Contents:
     empty = state.hollow(model)
     if empty:
         got = f"{len(empty)} parameters or buffers without data, e.g. {empty[:3]}"
@@ -173,6 +177,8 @@ def _collect(model: nn.Module, optimizer: Optimizer | None, *, first: bool) -> C
     state.collect_model(model, contents, first=first, speaks=speaks)
     if optimizer is not None:
         state.collect_optimizer(model, optimizer, contents, speaks=speaks)
+    for name, thing in things.items():
+        things_of.collect_object(name, thing, contents, first=first, speaks=speaks)
     return contents
 
 

@@ -44,16 +44,17 @@ def alone(optimizer: str, steps: int) -> list[float]:
 @pytest.mark.parametrize("optimizer", runs.OPTIMIZERS)
 def test_the_loss_curve_goes_on_over_a_chain_of_meshes(optimizer, tmp_path):
     steps = 2
-    expected = run_ranks(alone, 1, optimizer, steps * len(CHAIN))[0]
+    chain = CHAIN if optimizer == "adamw" else [CHAIN[i] for i in (0, 3, 4, 7)]
+    expected = run_ranks(alone, 1, optimizer, steps * len(chain))[0]
     found = []
-    for number, (spec, num_ranks, told) in enumerate(CHAIN):
+    for number, (spec, num_ranks, told) in enumerate(chain):
         answers = run_ranks(leg, num_ranks, spec, optimizer, str(tmp_path), steps, number % 2 == 1, told)
         assert all(answer == answers[0] for answer in answers)
         found += answers[0]
     assert len(set(expected)) == len(expected)
     for a, b in zip(found, expected, strict=True):
         assert abs(a - b) < 1e-9 * abs(b)
-    assert [saved.step for saved in meshpar.list_checkpoints(tmp_path)] == [20, 22]
+    assert [saved.step for saved in meshpar.list_checkpoints(tmp_path)] == [2 * len(chain) - 2, 2 * len(chain)]
 
 
 def parts_step(spec: str, folder: str, seeds: list[int]) -> dict[str, torch.Tensor]:

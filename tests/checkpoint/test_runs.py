@@ -157,6 +157,58 @@ def test_generators_go_on_on_the_same_mesh_and_follow_data_on_others(tmp_path):
     assert run_ranks(load_generators, 4, "data=4", folder) == wider
 
 
+class Average:
+    """An average of the parameters, in shards, as an exponential one would be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.count = 0
+
+    def update(self, value: float) -> None:
+        for average in self.values.values():
+            average += value
+        self.count += 1
+
+    def state_dict(self):
+        return {"values": self.values, "more": [self.count, (torch.ones(3) * self.count, "x")]}
+
+    def load_state_dict(self, state):
+        for name, value in state["values"].items():
+            self.values[name].copy_(value)
+        self.count, (self.ones, told) = state["more"]
+        assert told == "x"
+
+
+def average_of(spec: str, folder: str, value: float, asynchronous: bool) -> dict[str, torch.Tensor]:
+    run = runs.Run(spec)
+    average = Average(run.model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if meshpar.latest_checkpoint(folder):
+        run.load(folder, objects={"average": average, "scaler": scaler})
+        assert torch.equal(average.ones, torch.ones(3) * average.count)
+        assert scaler.get_scale() == 4.0
+    scaler.scale(torch.ones(1))
+    scaler.update(4.0)
+    average.update(value)
+    saving = run.save(folder, objects={"average": average, "scaler": scaler}, asynchronous=asynchronous)
+    average.update(100.0)
+    saving.result()
+    average.update(-100.0)
+    with pytest.raises(meshpar.CheckpointError, match="no other was saved"):
+        run.load(folder, objects={"other": average})
+    return {name: meshpar.shares.whole_of(v) for name, v in average.values.items()}
+
+
+def test_further_objects_reshard_too(tmp_path):
+    first = run_ranks(average_of, 4, SPEC, str(tmp_path), 1.0, True)[0]
+    second = run_ranks(average_of, 1, "", str(tmp_path), 2.0, False)[0]
+    third = run_ranks(average_of, 2, "data=1,tensor=2", str(tmp_path), 3.0, True)[1]
+    for name, value in first.items():
+        assert torch.allclose(second[name], value + 2.0, rtol=0, atol=1e-12)
+        assert torch.allclose(third[name], value + 5.0, rtol=0, atol=1e-12)
+
+
 class Remembers(nn.Module):
     """Has extra state, and a hook that counts loads."""
 
