@@ -48,6 +48,9 @@ SLOW_NAMES = (
     "peak_memory_of_a_rank",
     "chain_of_meshes",
     "over_the_tensor_axis",
+    "values_of_one_process",
+    "later_updates",
+    "generators_go_on",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

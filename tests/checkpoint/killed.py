@@ -170,7 +170,7 @@ def main():
         return
     folder, chance = base / "run", random.Random(scene)
     asynchronous = scene == "asynchronous"
-    seen = [kill_in_a_save(i, folder, logs, asynchronous, chance) for i in range(4 if asynchronous else 10)]
+    seen = [kill_in_a_save(i, folder, logs, asynchronous, chance) for i in range(3 if asynchronous else 10)]
     latest = meshpar.latest_checkpoint(folder)
     log = logs / "last"
     last_step = (latest.step if latest else 0) + 2

@@ -41,10 +41,10 @@ def alone(optimizer: str, steps: int) -> list[float]:
     return runs.Run("", optimizer, seed=0).train(steps)
 
 
-@pytest.mark.parametrize("optimizer", runs.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam", "adagrad"])
 def test_the_loss_curve_goes_on_over_a_chain_of_meshes(optimizer, tmp_path):
     steps = 2
-    chain = CHAIN if optimizer == "adamw" else [CHAIN[i] for i in (0, 3, 4, 7)]
+    chain = CHAIN if optimizer == "adamw" else [CHAIN[i] for i in (0, 3, 4)]
     expected = run_ranks(alone, 1, optimizer, steps * len(chain))[0]
     found = []
     for number, (spec, num_ranks, told) in enumerate(chain):

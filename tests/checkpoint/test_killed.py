@@ -28,8 +28,9 @@ def losses_alone(steps):
 
 
 @pytest.mark.parametrize(("scene", "hits"), [("synchronous", 3), ("asynchronous", 1)])
-def test_killed_at_ten_random_moments_it_resumes_from_the_last_good_checkpoint(scene, hits, tmp_path):
+def test_killed_at_random_moments_it_resumes_from_the_last_good_checkpoint(scene, hits, tmp_path):
     seen, errors = play(scene, tmp_path)
+    assert len(seen["kills"]) == (10 if scene == "synchronous" else 3)
     assert seen["codes"] == [0, 0], errors
     expected = losses_alone(int(seen["last"][-2].split()[1]) + 4)
     known, steps_before = 0, 0  # the step that was surely saved

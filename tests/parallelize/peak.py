@@ -1,13 +1,22 @@
-"""One rank that materializes a model of 16 blocks of 16 MiB, and prints by how much its memory grew at most."""
+"""Ranks that materialize a model of 16 blocks of 16 MiB, and tell by how much their memory grew at most.
 
+Run as a program; each rank of each scene is a fork, so that torch is imported once.
+"""
+
+import importlib
+import json
+import os
 import sys
+import traceback
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import meshpar
+from meshpar import private
 
+SCENES = (("init", 2), ("init", 4), ("checkpoint", 2), ("state dict", 2))
 BLOCK_BYTES = 16 * 2**20
 
 
@@ -46,30 +55,69 @@ def prepare(folder: str) -> None:
     torch.save(net.state_dict(), f"{folder}/plain.pt")
 
 
-def measure(source: str, folder: str, rank: int, num_ranks: int) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
+def measure(source: str, folder: str, rank: int, num_ranks: int, name: str) -> dict[str, int]:
+    store = dist.FileStore(f"{folder}/store {name}", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     told = {"checkpoint": {"checkpoint": f"{folder}/run"}, "state dict": {"state_dict": f"{folder}/plain.pt"}}
     # What torch keeps for itself once it has been used is no part of it.
     small = meshpar.materialize(built(1, 16))
-    meshpar.save_checkpoint(f"{folder}/small", small)
-    meshpar.materialize(built(1, 16), checkpoint=f"{folder}/small")
+    meshpar.save_checkpoint(f"{folder}/small {name}", small)
+    meshpar.materialize(built(1, 16), checkpoint=f"{folder}/small {name}")
     del small
     model = built(16)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
     before = status("VmRSS")
     meshpar.materialize(model, **told.get(source, {}))
-    peak = status("VmHWM")
-    share = sum(p.to_local().numel() * 4 for p in model.parameters())
-    whole = sum(p.numel() * 4 for p in model.parameters())
-    print(before, peak, share, BLOCK_BYTES, whole)
+    grown = status("VmHWM") - before
+    sizes = {
+        "share": sum(p.to_local().numel() * 4 for p in model.parameters()),
+        "whole": sum(p.numel() * 4 for p in model.parameters()),
+    }
     dist.barrier()
-    dist.destroy_process_group()
+    return {"grown": grown, "block": BLOCK_BYTES, **sizes}
+
+
+def fork(*args) -> tuple[int, str]:
+    """Measure in a process of its own, which writes the answer into a file; give its pid and that file."""
+    source, folder, rank, num_ranks, name = args
+    path = f"{folder}/answer {name} {rank}"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            seen = measure(source, folder, rank, num_ranks, name)
+            with open(path, "w") as file:
+                json.dump(seen, file)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return pid, path
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    for name in ("torch.distributed.tensor", "torch.distributed.fsdp", private.DYNAMO):
+        importlib.import_module(name)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            prepare(folder)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    answers = {}
+    for source, num_ranks in SCENES:
+        name = f"{source} {num_ranks}"
+        ranks = [fork(source, folder, rank, num_ranks, name) for rank in range(num_ranks)]
+        for pid, _ in ranks:
+            os.waitpid(pid, 0)
+        answers[name] = []
+        for _, path in ranks:
+            with open(path) as file:
+                answers[name].append(json.load(file))
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1] == "prepare":
-        prepare(sys.argv[2])
-    else:
-        measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1])
