@@ -3,9 +3,20 @@
 from meshpar import layers, rules
 from meshpar.accumulation import no_sync
 from meshpar.batch import gather, shard, shard_batch
+from meshpar.checkpoint import (
+    Loaded,
+    Saved,
+    Saving,
+    full_state_dict,
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from meshpar.chosen import should_not_checkpoint
 from meshpar.ema import EMA
 from meshpar.errors import (
+    CheckpointError,
     GatherError,
     GatherWarning,
     MeshparError,
@@ -16,6 +27,7 @@ from meshpar.errors import (
 )
 from meshpar.exchange import fetch
 from meshpar.layers import SpherePad2d, sphere_pad
+from meshpar.materialize import materialize
 from meshpar.mesh import (
     AXES,
     MeshSpec,
@@ -39,15 +51,19 @@ from meshpar.scope import spmd
 __all__ = [
     "AXES",
     "EMA",
+    "CheckpointError",
     "Entry",
     "GatherError",
     "GatherWarning",
+    "Loaded",
     "MeshSpec",
     "MeshparError",
     "NonFiniteError",
     "PeerError",
     "Precision",
     "Record",
+    "Saved",
+    "Saving",
     "ShardingError",
     "SpecError",
     "SpherePad2d",
@@ -57,12 +73,17 @@ __all__ = [
     "clip_grad_norm_",
     "coordinate",
     "fetch",
+    "full_state_dict",
     "gather",
     "grad_norm",
     "is_first",
     "is_last",
+    "latest_checkpoint",
     "layers",
+    "list_checkpoints",
+    "load_checkpoint",
     "make_mesh",
+    "materialize",
     "mesh_of",
     "neighbours",
     "no_sync",
@@ -72,6 +93,7 @@ __all__ = [
     "replicas",
     "rewrite",
     "rules",
+    "save_checkpoint",
     "shard",
     "shard_batch",
     "should_not_checkpoint",

@@ -33,6 +33,10 @@ class NonFiniteError(MeshparError, RuntimeError):
     """Report gradients that hold inf or nan where the user asked for an error."""
 
 
+class CheckpointError(MeshparError, RuntimeError):
+    """Report a checkpoint that cannot be written or read, or does not fit the model; on all ranks."""
+
+
 class GatherWarning(UserWarning):
     """Warn, once per call site, that an operation gathers its inputs."""
 

@@ -52,17 +52,16 @@ def _twin(p: nn.Parameter) -> nn.Parameter:
 
 
 def make_equal(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks the parameters and buffers of rank 0.
+    """Give all ranks the parameters and buffers of rank 0; those on the meta device wait for `materialize`.
 
     Communication:
         A digest of the structure (an all-gather of 8 bytes), then broadcasts in buckets over all ranks of the mesh.
 
     Raises:
-        SpecError: the ranks hold different models, or parameters without data; on all ranks, before the broadcasts.
+        SpecError: the ranks hold different models; on all ranks, before the broadcasts.
     """
-    tensors = _distinct([*module.parameters(), *module.buffers()])
-    hollow = [name for name, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
-    _same_structure(module, mesh, hollow)
+    _same_structure(module, mesh)
+    tensors = [t for t in _distinct([*module.parameters(), *module.buffers()]) if not t.is_meta]
     bucket: list[Tensor] = []
     waiting = 0
     for t in sorted(tensors, key=lambda t: str(t.dtype)):
@@ -87,15 +86,15 @@ def _broadcast(tensors: list[Tensor], mesh: DeviceMesh) -> None:
             t.copy_(part.view_as(t))
 
 
-def _same_structure(module: nn.Module, mesh: DeviceMesh, hollow: list[str]) -> None:
+def _same_structure(module: nn.Module, mesh: DeviceMesh) -> None:
     names = [*module.named_parameters(), *module.named_buffers()]
-    told = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in names])
+    told = repr([(name, tuple(t.shape), str(t.dtype), t.is_meta) for name, t in names])
     digest = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
-    mine = torch.tensor([digest, len(names), len(hollow)], dtype=torch.int64, device=mesh.device_type)
-    everyone = torch.empty(3 * mesh.size(), dtype=torch.int64, device=mesh.device_type)
+    mine = torch.tensor([digest, len(names)], dtype=torch.int64, device=mesh.device_type)
+    everyone = torch.empty(2 * mesh.size(), dtype=torch.int64, device=mesh.device_type)
     private.all_gather(everyone, mine, None)
-    rows = everyone.view(-1, 3).tolist()
-    odd = [rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2]]
+    rows = everyone.view(-1, 2).tolist()
+    odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if odd:
         raise SpecError(
             explain(
@@ -104,14 +103,5 @@ def _same_structure(module: nn.Module, mesh: DeviceMesh, hollow: list[str]) -> N
                 f"rank {odd[0]} has {rows[odd[0]][1]}",
                 needs="the same model on every rank (its values may differ: rank 0's are taken)",
                 fix="build the model from the same configuration on all ranks",
-            )
-        )
-    if any(row[2] for row in rows):
-        raise SpecError(
-            explain(
-                "parallelize: parameters without data.",
-                got=f"{max(row[2] for row in rows)} on the meta device, e.g. {hollow[:3]}",
-                needs="initialised parameters",
-                fix="model.to_empty(device=...) and an initialisation, before parallelize",
             )
         )

@@ -27,6 +27,7 @@ from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.intervals import chunks
 from meshpar.mesh import is_ours
 from meshpar.precision import rounded
+from meshpar.shares import cut_as
 from meshpar.spmd import is_on
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
@@ -232,21 +233,4 @@ def shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: st
         if isinstance(p, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
             if value.shape != p.shape:
                 continue  # torch names the key and both shapes
-            state_dict[prefix + name] = shard_of(value, p)
-
-
-def shard_of(value: Tensor, p: DTensor) -> DTensor:
-    """Cut a plain tensor, the same on all ranks, as a parameter lies; no communication.
-
-    `fully_shard` shares out what a rank has over `tensor`, so that is cut first.
-    """
-    mesh, axes = p.device_mesh, pieces.axes_of(p.device_mesh)
-    piece = value.detach()
-    for axis in sorted(range(mesh.ndim), key=lambda axis: axes[axis] != TENSOR):
-        placement = p.placements[axis]
-        if not placement.is_replicate():
-            dim = placement.dim  # type: ignore[attr-defined]
-            a, b = pieces.my_chunk(mesh, axis, piece.shape[dim])
-            piece = piece.narrow(dim, a, b - a)
-    piece = piece.to(p.to_local().device).contiguous()
-    return DTensor.from_local(piece, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            state_dict[prefix + name] = cut_as(value, p)

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch._C._dynamo import eval_frame
 from torch._library.effects import EffectType
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -380,6 +381,33 @@ def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, 
                 ):
                     found.append((owner, name, value))
     return found
+
+
+def refresh_shards(module: torch.nn.Module) -> None:
+    """Let the units of `fully_shard` take over parameters that were put in the place of theirs.
+
+    Public as a side effect of `to_empty` and of `load_state_dict(assign=True)`, which break ties.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    param.reset_sharded_param()
+
+
+def kept_on_cpu(module: torch.nn.Module) -> set[int]:
+    """Give the ids of the parameters that units of `fully_shard` keep on the CPU (no public name is planned)."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return {id(param.sharded_param) for group in groups for param in group.fsdp_params if param.offload_to_cpu}
+
+
+def recipe_for_all_below(module: torch.nn.Module) -> Callable[[], None] | None:
+    """Give what sets initial values in a module of torch and in those below it (public as `reset_parameters`, else)."""
+    if isinstance(module, torch.nn.MultiheadAttention | torch.nn.Transformer):
+        return module._reset_parameters
+    return None
 
 
 def replaced(

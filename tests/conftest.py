@@ -26,6 +26,7 @@ SLOW_FILES = (
     *("test_matrices.py", "test_factory.py", "test_layers_sphere.py", "test_parts.py", "test_index.py", "test_join.py"),
     *("test_view.py", "test_views.py", "test_reshape.py", "test_domain_axes.py", "test_field_composition.py"),
     *("test_users.py", "test_random.py", "test_pad.py", "test_resample.py", "test_loss.py", "test_adaptive.py"),
+    "test_killed.py",
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -52,6 +53,12 @@ SLOW_NAMES = (
     "plain_files_load",
     "split_over_tensor",
     "two_parts_share",
+    "peak_memory_of_a_rank",
+    "chain_of_meshes",
+    "over_the_tensor_axis",
+    "values_of_one_process",
+    "later_updates",
+    "generators_go_on",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

@@ -131,12 +131,6 @@ def different_models() -> None:
     meshpar.parallelize(nn.Conv2d(2, width, 3), mesh_for("domain=4,data=1"))
 
 
-def hollow_model() -> None:
-    with torch.device("meta"):
-        net = nn.Conv2d(2, 2, 3)
-    meshpar.parallelize(net, mesh_for("domain=2"))
-
-
 def uneven_batches() -> None:
     model = meshpar.parallelize(nn.Conv2d(1, 1, 1), mesh_for("data=3"))
     model(torch.zeros((1, 2, 3)[dist.get_rank()], 1, 4, 4))
@@ -155,7 +149,6 @@ def smaller_last_batch() -> tuple[tuple[int, ...], float]:
     ("wrong", "num_ranks", "text"),
     [
         (different_models, 4, "ranks \\[3\\] differ"),
-        (hollow_model, 2, "meta device"),
         (uneven_batches, 3, "sizes \\[1, 2, 3\\] over axis data"),
     ],
 )
