@@ -153,7 +153,7 @@ class _Start:
         try:
             yield
         finally:
-            _WATCHED.remove(touched)
+            _WATCHED.pop()
         for held in self.buffers:
             is_large = held.value.numel() * held.value.element_size() > SMALL_BYTES
             if is_large and held.is_as_before() and id(held.value) not in touched:
@@ -169,9 +169,10 @@ class _Start:
                 table[name] = value
         for table, name, value in self.attributes:
             table[name] = value
+        twins: dict[int, Tensor] = {}  # a buffer that two modules share stays one
         for held in self.buffers:
             if held.copy is not None:
-                held.table[held.name] = held.copy.clone()
+                held.table[held.name] = twins.setdefault(id(held.value), held.copy.clone())
 
     def __exit__(self, *error: object) -> None:
         for table, name, value in self.now:

@@ -31,6 +31,7 @@ class Residual(nn.Module):
         self.noise = noise
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(width))
+        self.drop.register_buffer("mean", self.mean)  # another module reads it by its own name
         self.register_buffer("last", torch.zeros(width))
         self.register_buffer("table", torch.linspace(0.5, 1.0, width * 4096).view(width, -1))
 
@@ -42,7 +43,7 @@ class Residual(nn.Module):
             self.calls.add_(1)
             self.mean.data.mul_(0.9).add_(0.1)  # written where torch does not count
             self.last = self.last + 2 * self.mean  # another tensor takes its place
-        y = y * (1 + self.mean.view(-1, 1, 1)) * (1 + self.last.view(-1, 1, 1)) * self.calls.clone()
+        y = y * (1 + self.drop.mean.view(-1, 1, 1)) * (1 + self.last.view(-1, 1, 1)) * self.calls.clone()
         return x + (y if scale is None else y * scale["by"]) * len(names)
 
 
