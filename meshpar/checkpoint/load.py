@@ -172,8 +172,7 @@ class _Job:
         saved = {name[len(MODEL) :] for name in self.metadata.state_dict_metadata if name.startswith(MODEL)}
         here = set(self.model.state_dict(keep_vars=True))
         there = saved | set(told["ties"]) | set(told["others"])
-        wrong = [f"{name}: missing in the checkpoint" for name in sorted(here - there)]
-        wrong += [f"{name}: in the checkpoint, not in the model" for name in sorted(there - here)]
+        wrong: list[str] = []
         for name, value in tensors.items():
             source = MODEL + told["ties"].get(name, name)
             if name in told["others"]:
@@ -182,7 +181,8 @@ class _Job:
                 wrong += _unlike(name, value, self.metadata, source)
                 self.targets[MODEL + name], self.saved_as[MODEL + name] = value, source
         wrong += [f"{name}: a tensor in the checkpoint" for name in others if name in there - set(told["others"])]
-        return wrong
+        wrong += [f"{name}: missing in the checkpoint" for name in sorted(here - there)]
+        return wrong + [f"{name}: in the checkpoint, not in the model" for name in sorted(there - here)]
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> list[str]:
         told = self.plain.get("optimizer")

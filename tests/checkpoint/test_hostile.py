@@ -191,7 +191,7 @@ def test_field_44_mismatches_name_keys_shapes_and_dtypes_and_change_nothing(tmp_
     run_ranks(write, 2, str(tmp_path))
     text = refused(load_other, str(tmp_path))
     assert "added.weight: missing in the checkpoint" in text
-    assert "norm.weight: in the checkpoint, not in the model" in text
+    assert "blocks.0.0.weight: in the checkpoint, not in the model" in text
     assert "blocks.2.0.weight: in the checkpoint, not in the model" in text  # a tie has both of its names
     assert "stem.weight: (7, 2, 3, 3) of torch.float64 in the checkpoint, (8, 2, 3, 3) of torch.float32" in text
     assert "norm.running_mean: (7,) of torch.float64 in the checkpoint, (7,) of torch.float32 in the model" in text
