@@ -1,6 +1,7 @@
 """meshpar: any `torch.nn.Module` on a mesh of data x domain x tensor ranks, with the same numbers."""
 
 from meshpar import layers, rules
+from meshpar.agree import check_same_samples
 from meshpar.batch import gather, shard, shard_batch
 from meshpar.errors import (
     GatherError,
@@ -44,6 +45,7 @@ __all__ = [
     "axis_group",
     "axis_ranks",
     "axis_size",
+    "check_same_samples",
     "coordinate",
     "fetch",
     "gather",

@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.batch import Layout, shard_batch
+from meshpar.batch import shard_trees
 from meshpar.data import fully_shard_over, make_equal, own_tensors
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.trees import Layout
 
 
 def parallelize(
@@ -26,6 +27,7 @@ def parallelize(
     on_gather: str = "warn",
     inputs: Layout = None,
     batch_statistics: str = "global",
+    check_inputs: bool = False,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
 
@@ -38,6 +40,7 @@ def parallelize(
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
+        check_inputs: check at each call that ranks of one data coordinate give the same, see `check_same_samples`.
 
     Returns:
         A module of the same structure. Plain tensors given to it are this data rank's part of the batch with all
@@ -58,7 +61,7 @@ def parallelize(
     _check(model, data)
     the_mesh = make_mesh(mesh)
     policy = Policy(on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics)
-    entry = _entry(model, the_mesh, inputs)
+    entry = _entry(model, the_mesh, inputs, check_inputs=check_inputs)
     parallel = rewrite(model, policy=policy)
     own_tensors(parallel)
     make_equal(parallel, the_mesh)
@@ -101,7 +104,7 @@ def _check_inputs(inputs: object) -> None:
         raise SpecError(text)
 
 
-def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., Any]:
+def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout, *, check_inputs: bool) -> Callable[..., Any]:
     """Make the function that turns the arguments of a call into activations."""
     _check_inputs(inputs)
     signature = inspect.signature(model.forward)
@@ -138,11 +141,11 @@ def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., 
         return inputs
 
     def entry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        placed = tuple(
-            shard_batch(value, mesh, layout_of(i, names[i] if i < len(names) else None)) for i, value in enumerate(args)
-        )
-        named = {name: shard_batch(value, mesh, layout_of(None, name)) for name, value in kwargs.items()}
-        return placed, named
+        called = [names[i] if i < len(names) else None for i in range(len(args))]
+        trees = [(name or f"argument {i}", args[i], layout_of(i, name)) for i, name in enumerate(called)]
+        trees += [(name, value, layout_of(None, name)) for name, value in kwargs.items()]
+        placed = shard_trees(trees, mesh, check=check_inputs)
+        return tuple(placed[: len(args)]), dict(zip(kwargs, placed[len(args) :], strict=True))
 
     return entry
 
