@@ -26,12 +26,15 @@ from meshpar.mesh import (
     neighbours,
 )
 from meshpar.parallelize import mesh_of, parallelize
+from meshpar.reading import read_rows, read_sharded, shard_slices
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
+from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
 
 __all__ = [
     "AXES",
+    "DataSampler",
     "Entry",
     "GatherError",
     "GatherWarning",
@@ -46,9 +49,11 @@ __all__ = [
     "axis_ranks",
     "axis_size",
     "check_same_samples",
+    "collate_or_empty",
     "coordinate",
     "fetch",
     "gather",
+    "in_step",
     "is_first",
     "is_last",
     "layers",
@@ -56,11 +61,14 @@ __all__ = [
     "mesh_of",
     "neighbours",
     "parallelize",
+    "read_rows",
+    "read_sharded",
     "record",
     "rewrite",
     "rules",
     "shard",
     "shard_batch",
+    "shard_slices",
     "sphere_pad",
     "spmd",
 ]

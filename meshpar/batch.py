@@ -105,7 +105,7 @@ def shard_batch(
         >>> shard_batch(batch, meshpar.make_mesh("data=1"))["x"].placements
         (Shard(dim=0), Shard(dim=2), Replicate())
     """
-    _check_mesh("shard_batch", mesh)
+    check_mesh("shard_batch", mesh)
     (placed,) = shard_trees([("", tree, layout)], mesh, rows=rows, check=check)
     return placed  # type: ignore[no-any-return]
 
@@ -162,7 +162,8 @@ def _placed(part: Part, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     return pieces.whole(x, mesh, start, shape).redistribute(placements=placements)
 
 
-def _check_mesh(verb: str, mesh: object) -> None:
+def check_mesh(verb: str, mesh: object) -> None:
+    """Refuse what is no mesh of `make_mesh`."""
     if not isinstance(mesh, DeviceMesh) or not is_ours(mesh):
         raise SpecError(
             explain(
@@ -220,7 +221,7 @@ def _refuse_array(x: Any, path: str) -> None:
 
 
 def _checked_local(text: str | None, x: Tensor, mesh: DeviceMesh, rows: str) -> str | None:
-    """Refuse to guess about tensors of 3 dims whose rows are local: samples, rows, columns, or samples, time, features?"""
+    """Refuse to guess which dim of a tensor of 3 dims has the local rows, if any."""
     shared = any(mesh.size(i) > 1 for i, axis in enumerate(pieces.axes_of(mesh)) if axis in DOMAIN)
     if rows == "local" and text is None and x.dim() == 3 and shared:
         raise SpecError(
@@ -242,7 +243,7 @@ def shard(x: Tensor, mesh: DeviceMesh, layout: str | None = None) -> DTensor:
         mesh: mesh of `make_mesh`.
         layout: layout string; see `default_layout`.
     """
-    _check_mesh("shard", mesh)
+    check_mesh("shard", mesh)
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         raise SpecError(
             explain(
