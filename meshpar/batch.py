@@ -19,9 +19,14 @@ from meshpar.agree import SAMPLES, Told, compare, told_of
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import AXES, DOMAIN, is_ours
 from meshpar.parts import Part, global_shapes
-from meshpar.trees import Layout, map_layouts, map_tensors, walk
+from meshpar.trees import Layout, children, map_layouts, map_tensors, walk
 
 Tree = TypeVar("Tree")
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_INTEGERS = ("int16", "uint16", "uint32", "uint64")
+_ODD_DTYPES = tuple(getattr(torch, name) for name in (*_FLOAT8, *_INTEGERS) if hasattr(torch, name))
+"""What gloo or NCCL does not gather; as bytes they do."""
 
 
 def default_layout(num_dims: int, axes: Collection[str] = AXES) -> str:
@@ -134,11 +139,11 @@ def shard_trees(
 
     def see_other(x: Any, path: str) -> None:
         _refuse_array(x, path)
-        if check:
+        if check and children(x) is None:
             told.append(told_of(path, x, SAMPLES))
 
     for name, tree, layout in trees:
-        walk(tree, layout, see, other=see_other, path=name)
+        walk(tree, layout, see, look=see_other, path=name)
     if check:
         for part in parts:
             cut_by = [axis for axis, given in zip(pieces.axes_of(mesh), part.given, strict=True) if given]
@@ -267,5 +272,9 @@ def gather(tree: Tree) -> Tree:
 
 
 def _full(x: DTensor) -> Tensor:
+    if x.dtype in _ODD_DTYPES and is_ours(x.device_mesh):
+        piece = x.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
+        whole = pieces.whole(piece, x.device_mesh, x.placements, (*x.shape, x.dtype.itemsize))
+        return _full(whole).view(x.dtype).squeeze(-1)
     nested = any(len(pieces.shard_axes(x, dim)) > 1 for dim in range(x.dim()))
     return pieces.full(x, "gather") if nested and is_ours(x.device_mesh) else x.full_tensor()

@@ -43,7 +43,7 @@ def walk(
     layout: Layout,
     apply: Callable[[Tensor, str | None, str], Any],
     *,
-    other: Callable[[Any, str], None] | None = None,
+    look: Callable[[Any, str], None] | None = None,
     path: str = "",
 ) -> Any:
     """Apply a function of (tensor, layout string or None, path) to the tensors of a tree; all else stays as it is.
@@ -53,7 +53,7 @@ def walk(
             registered with torch's pytree.
         layout: a string for all tensors, or a dict, list or tuple of the structure of the tree; None where unsaid.
         apply: gives what stands in the place of a tensor.
-        other: is shown everything else, with its path, and may refuse it.
+        look: is shown everything else, nodes too, each with its path, and may refuse it.
         path: where the tree stands, for errors.
 
     Raises:
@@ -63,15 +63,15 @@ def walk(
         if layout is not None and not isinstance(layout, str):
             raise SpecError(_unfit(tree, layout, path))
         return apply(tree, layout, path)
+    if look is not None:
+        look(tree, path)
     parts = children(tree)
     if parts is None:
         _refuse_hidden(tree, path)
-        if other is not None:
-            other(tree, path)
         return tree
     layouts = _layouts_of(tree, layout, [key for key, _ in parts], path)
     new = [
-        walk(value, text, apply, other=other, path=f"{path}[{key!r}]")
+        walk(value, text, apply, look=look, path=f"{path}[{key!r}]")
         for (key, value), text in zip(parts, layouts, strict=True)
     ]
     if all(a is b for a, (_, b) in zip(new, parts, strict=True)):

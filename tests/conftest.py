@@ -26,6 +26,7 @@ SLOW_FILES = (
     *("test_matrices.py", "test_factory.py", "test_layers_sphere.py", "test_parts.py", "test_index.py", "test_join.py"),
     *("test_view.py", "test_views.py", "test_reshape.py", "test_domain_axes.py", "test_field_composition.py"),
     *("test_users.py", "test_random.py", "test_pad.py", "test_resample.py", "test_loss.py", "test_adaptive.py"),
+    *("test_reading.py", "test_forecast_zarr.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -44,6 +45,10 @@ SLOW_NAMES = (
     "rows_and_columns_merge",
     "dtype_form_and_mode",
     "hard_sizes",
+    "two_epochs_are",
+    "resumes_in_the_middle",
+    "does_not_come",
+    "the_default_collate",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 
