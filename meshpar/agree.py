@@ -24,7 +24,7 @@ from meshpar.errors import PeerError, SpecError, explain
 from meshpar.mesh import coordinates
 from meshpar.trees import leaves
 
-SAMPLES = ("replica", "data")
+SAMPLES = ("data",)
 """The axes whose ranks load different samples."""
 
 SHOWN = 5

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import meshpar
-from meshpar.testing import RankError, mesh_for, run_ranks
+from meshpar.testing import RankError, mesh_for, run_ranks, shutdown_pool
 from meshpar.testing.meshes import ranks_of
 
 MESHES = ("data=2,domain=2", "data=4,domain=1", "data=3,domain=1")
@@ -314,7 +314,10 @@ def never_comes(spec: str):
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout_of_the_group():
-    (text, seconds), (ended, _) = run_ranks(never_comes, 2, "data=2")
+    try:
+        (text, seconds), (ended, _) = run_ranks(never_comes, 2, "data=2")
+    finally:
+        shutdown_pool()  # its groups have another timeout now
     assert "not all ranks came" in text
     assert "in_step" in text
     assert seconds < 20
