@@ -56,7 +56,7 @@ def heard(mine: Tensor, group: dist.ProcessGroup | None, num_ranks: int, axis: s
         raise PeerError(
             explain(
                 f"{op}: not all ranks came.",
-                got=[f"rank {dist.get_rank()} waited for the other ranks of {axis}", *told[:1]],
+                got=[f"rank {dist.get_rank()} waited for the other ranks ({axis})", *told[:1]],
                 needs="every rank to take the same number of steps, with a batch in each",
                 fix="look for the first error among the ranks; go over the data with meshpar.in_step(loader, mesh), or "
                 "DataSampler, and no rank ends its loop before the others",
@@ -75,7 +75,7 @@ def hear_all(mine: Tensor, mesh: DeviceMesh, op: str) -> Tensor:
     if mesh.size() == 1:
         return mine.view(1, -1)
     if mesh.size() == dist.get_world_size():
-        return heard(mine, None, mesh.size(), "all ranks", op)[mesh.mesh.flatten().to(mine.device)]
+        return heard(mine, None, mesh.size(), "mesh", op)[mesh.mesh.flatten().to(mine.device)]
     num = mine.numel()
     for index in reversed(range(mesh.ndim)):
         if mesh.size(index) > 1:

@@ -6,6 +6,7 @@ tensor that all ranks hold whole; `gather` gives plain tensors back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
@@ -16,9 +17,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshpar import pieces
 from meshpar.agree import SAMPLES, Told, compare, told_of
-from meshpar.errors import SpecError, explain
+from meshpar.errors import MeshparError, SpecError, explain
 from meshpar.mesh import AXES, DOMAIN, is_ours
-from meshpar.parts import Part, global_shapes
+from meshpar.parts import Part, global_shapes, tell_refusal
 from meshpar.trees import Layout, children, map_layouts, map_tensors, walk
 
 Tree = TypeVar("Tree")
@@ -96,8 +97,8 @@ def shard_batch(
         The tree with DTensors of global shape (B, C, H, W).
 
     Communication:
-        The shapes of all tensors in one message, 256 bytes to the ranks of data x domain, where data has several ranks
-        or the rows are local. The backward of a plain tensor that requires a gradient gathers it over `domain`.
+        The shapes of all tensors in one message, 256 bytes to all ranks, where data has several ranks or the rows are
+        local. The backward of a plain tensor that requires a gradient gathers it over `domain`.
 
     Raises:
         SpecError: a layout that does not fit, arrays that are no tensors, or parts that are not those of the canonical
@@ -142,14 +143,22 @@ def shard_trees(
         if check and children(x) is None:
             told.append(told_of(path, x, SAMPLES))
 
-    for name, tree, layout in trees:
-        walk(tree, layout, see, look=see_other, path=name)
+    try:
+        for name, tree, layout in trees:
+            walk(tree, layout, see, look=see_other, path=name)
+    except MeshparError:
+        if check:
+            with contextlib.suppress(MeshparError):
+                compare("shard_batch", [Told("", "a batch that was refused there", "", ())], mesh)
+        else:
+            tell_refusal(mesh, rows_are_local=rows == "local")
+        raise
     if check:
         for part in parts:
             cut_by = [axis for axis, given in zip(pieces.axes_of(mesh), part.given, strict=True) if given]
             told.append(told_of(part.path, part.x, cut_by))
         compare("shard_batch", told, mesh)
-    shapes = iter(global_shapes(parts, mesh))
+    shapes = iter(global_shapes(parts, mesh, rows_are_local=rows == "local"))
     waiting = iter(parts)
 
     def enter(x: Tensor, _layout: str | None) -> Tensor:

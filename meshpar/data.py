@@ -184,6 +184,8 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
     """
     summed = summed_mesh(mesh)
     chosen = units(module, shard_modules)
+    for m in module.modules():  # on each module, so that a part of the model can be loaded alone
+        m.register_load_state_dict_pre_hook(_shard_plain_values)
     if summed.size() == 1 or next(module.parameters(), None) is None:
         return
     left = _replicate_odd(module, chosen, summed)
@@ -204,8 +206,6 @@ def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "
         if isinstance(m, FSDPModule):
             m.set_gradient_divide_factor(1.0)
             m.set_force_sum_reduction_for_comms(True)
-        # On each module, so that a part of the model can be loaded alone.
-        m.register_load_state_dict_pre_hook(_shard_plain_values)
 
 
 def _replicate_odd(module: nn.Module, chosen: Sequence[nn.Module], mesh: DeviceMesh) -> set[nn.Parameter]:

@@ -15,6 +15,7 @@ from meshpar.errors import SpecError, explain
 from meshpar.mesh import MeshSpec, make_mesh
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
+from meshpar.tensor import is_packed_plan, read_split, splits_for, tensor_parallel
 from meshpar.trees import Layout
 
 
@@ -27,6 +28,7 @@ def parallelize(
     on_gather: str = "warn",
     inputs: Layout = None,
     batch_statistics: str = "global",
+    tensor_plan: str | Mapping[str, str] | None = None,
     check_inputs: bool = False,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
@@ -40,6 +42,8 @@ def parallelize(
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
+        tensor_plan: from globs of module names to how their weights are split over `tensor` (see
+            `meshpar.tensor.STYLES`); "auto" finds MLPs and attention (`auto_plan`). Any plan gives the same numbers.
         check_inputs: check at each call that ranks of one data coordinate give the same, see `check_same_samples`.
 
     Returns:
@@ -60,13 +64,18 @@ def parallelize(
     """
     _check(model, data)
     the_mesh = make_mesh(mesh)
-    policy = Policy(on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics)
+    splits = splits_for(model, tensor_plan, the_mesh)
+    policy = Policy(
+        on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics, packed=is_packed_plan(splits)
+    )
     entry = _entry(model, the_mesh, inputs, check_inputs=check_inputs)
     parallel = rewrite(model, policy=policy)
     own_tensors(parallel)
     make_equal(parallel, the_mesh)
+    tensor_parallel(parallel, the_mesh, splits)
     with_entry(parallel, entry, policy)
     fully_shard_over(parallel, the_mesh, shard_modules)
+    read_split(parallel, the_mesh, splits)
     return parallel
 
 

@@ -1,15 +1,15 @@
 """The parts of one batch: their shapes, and whether they make one.
 
-Invariant: every rank of data x domain sees the shapes of all parts, so that a batch whose parts do not fit is refused
+Invariant: every rank of the mesh sees the shapes of all parts, so that a batch whose parts do not fit is refused
 on all of them, before anything else is sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from meshpar import pieces, runtime
-from meshpar.agree import heard
-from meshpar.errors import SpecError, explain
+from meshpar import pieces
+from meshpar.agree import hear_all
+from meshpar.errors import PeerError, SpecError, explain
 from meshpar.intervals import chunks
-from meshpar.mesh import SUMMED, axis_size, coordinate, summed_axes, summed_mesh
+from meshpar.mesh import axis_size, coordinate, summed_axes
+
+_REFUSED = -1
+"""In the place of the number of tensors: this rank has none that can be used."""
 
 _ROOM = 30
 """The numbers of shapes that fit into the one message that is always sent."""
@@ -46,21 +49,21 @@ class Part:
     given: tuple[bool, ...]
 
 
-def global_shapes(parts: Sequence[Part], mesh: DeviceMesh) -> list[tuple[int, ...]]:
+def global_shapes(parts: Sequence[Part], mesh: DeviceMesh, *, rows_are_local: bool) -> list[tuple[int, ...]]:
     """Give the global shapes of the tensors of which every rank holds a part.
 
     Communication:
-        None where no rank holds less than the whole; else an all-gather of 256 bytes over data x domain, and a second
-        one where the tensors have more than 30 dims in all.
+        None for no tensors, or where all ranks hold the whole (one data rank, all rows); else an all-gather of 256
+        bytes over all ranks, and a second one where the tensors have more than 30 dims in all.
 
     Raises:
         SpecError: other numbers of tensors, dtypes or layouts on some ranks, or parts that are not those of the
-            canonical layout; on all ranks of data x domain.
+            canonical layout; on all ranks.
+        PeerError: a rank refused its batch, or did not come; on all others.
     """
-    if not any(given and mesh.size(axis) > 1 for part in parts for axis, given in enumerate(part.given)):
+    if not parts or not _is_shared(mesh, rows_are_local=rows_are_local):
         return [tuple(part.x.shape) for part in parts]
-    axes = summed_axes(mesh)
-    sizes = tuple(axis_size(mesh, axis) for axis in axes)
+    axes, sizes = pieces.axes_of(mesh), tuple(mesh.shape)
     found = _everyones_shapes(parts, mesh)
     shapes, wrong = [], []
     at = 0
@@ -86,21 +89,40 @@ def global_shapes(parts: Sequence[Part], mesh: DeviceMesh) -> list[tuple[int, ..
     return shapes
 
 
+def _is_shared(mesh: DeviceMesh, *, rows_are_local: bool) -> bool:
+    """Tell whether ranks hold parts of one batch: the mesh alone says so, and every rank hears every other."""
+    return any(axis_size(mesh, axis) > 1 for axis in (summed_axes(mesh) if rows_are_local else ("data",)))
+
+
+def tell_refusal(mesh: DeviceMesh, *, rows_are_local: bool) -> None:
+    """Tell the others, who wait for the shapes of this rank, that its batch was refused."""
+    if _is_shared(mesh, rows_are_local=rows_are_local):
+        with contextlib.suppress(PeerError):
+            _hear([_REFUSED, *[0] * (_ROOM + 1)], mesh)
+
+
+def _hear(row: list[int], mesh: DeviceMesh) -> list[list[int]]:
+    return hear_all(torch.tensor(row, dtype=torch.int64), mesh, "shard_batch").tolist()
+
+
 def _everyones_shapes(parts: Sequence[Part], mesh: DeviceMesh) -> list[list[int]]:
     told = repr([(str(part.x.dtype), part.x.dim(), part.placements, part.given) for part in parts])
     digest = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
     numbers = [n for part in parts for n in part.x.shape]
-    num_ranks, group = math.prod(axis_size(mesh, axis) for axis in summed_axes(mesh)), mesh.get_group(SUMMED)
-    device = runtime.local_device(mesh.device_type)
-
-    def hear(row: list[int]) -> list[list[int]]:
-        mine = torch.tensor(row, dtype=torch.int64, device=device)
-        return heard(mine, group, num_ranks, SUMMED, "shard_batch").tolist()
-
-    first = hear([len(parts), digest, *numbers[:_ROOM], *[0] * (_ROOM - len(numbers))])
+    first = _hear([len(parts), digest, *numbers[:_ROOM], *[0] * (_ROOM - len(numbers))], mesh)
+    ranks = mesh.mesh.flatten().tolist()
+    refused = [rank for rank, row in zip(ranks, first, strict=True) if row[0] == _REFUSED]
+    if refused:
+        raise PeerError(
+            explain(
+                "shard_batch: not all ranks have a batch.",
+                got=f"rank(s) {refused} refused what they were given",
+                needs="a batch on every rank",
+                fix="look at the error of the ranks named",
+            )
+        )
     odd = [rank for rank, row in enumerate(first) if row[:2] != first[0][:2]]
     if odd:
-        ranks = summed_mesh(mesh).mesh.flatten().tolist()
         raise SpecError(
             explain(
                 "shard_batch: the ranks give different tensors.",
@@ -113,7 +135,7 @@ def _everyones_shapes(parts: Sequence[Part], mesh: DeviceMesh) -> list[list[int]
                 fix="give all ranks batches of one structure",
             )
         )
-    rest = hear(numbers[_ROOM:]) if len(numbers) > _ROOM else [[]] * len(first)
+    rest = _hear(numbers[_ROOM:], mesh) if len(numbers) > _ROOM else [[]] * len(first)
     return [[*row[2 : 2 + min(len(numbers), _ROOM)], *more] for row, more in zip(first, rest, strict=True)]
 
 
@@ -163,8 +185,7 @@ def _what_is_wrong(
     part: Part, rows: Sequence[tuple[int, ...]], cuts: Sequence[int | None], mesh: DeviceMesh
 ) -> tuple[list[str], str]:
     """Say which line of ranks has parts that do not fit, else that shapes differ."""
-    axes = summed_axes(mesh)
-    sizes = tuple(axis_size(mesh, axis) for axis in axes)
+    axes, sizes = pieces.axes_of(mesh), tuple(mesh.shape)
     places = _places(sizes)
     for index, (axis, dim) in enumerate(zip(axes, cuts, strict=True)):
         lines: dict[tuple[int, ...], list[int]] = {}
@@ -176,7 +197,7 @@ def _what_is_wrong(
             if found != fit:
                 told = f"{part.path}: sizes {found} over axis {axis}, {sum(found)} in all"
                 return [f"{told}; this rank is {coordinate(mesh, axis)}"], f"the canonical layout, which is {fit}"
-    ranks = summed_mesh(mesh).mesh.flatten().tolist()
+    ranks = mesh.mesh.flatten().tolist()
     seen: dict[tuple[int, ...], int] = {}
     for rank, row in zip(ranks, rows, strict=True):
         seen.setdefault(row, rank)

@@ -64,6 +64,9 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
         if isinstance(placement, Shard):
             a, b = my_chunk(mesh, axis, sizes[placement.dim])
             sizes[placement.dim] = b - a
+        elif isinstance(placement, private.StridedShard):
+            a, b = my_chunk(mesh, axis, sizes[placement.dim] // int(placement.split_factor))
+            sizes[placement.dim] = (b - a) * int(placement.split_factor)
     return tuple(sizes)
 
 
@@ -325,10 +328,22 @@ def cut(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
 
 def part_of_gradient(g: DTensor) -> Tensor:
     """Turn the DTensor gradient of a tensor that all ranks hold whole into this rank's part of it."""
-    mesh = g.device_mesh
-    tensor = axes_of(mesh).index("tensor")
+    tensor = axes_of(g.device_mesh).index("tensor")
     if not g.placements[tensor].is_replicate():
         g = g.redistribute(placements=[*g.placements[:tensor], Replicate(), *g.placements[tensor + 1 :]])
+    return _part(g, tensor)
+
+
+def part_of_split_gradient(g: DTensor, dim: int) -> Tensor:
+    """Turn the DTensor gradient of a tensor of which every rank of `tensor` holds some rows into the part of those."""
+    tensor = axes_of(g.device_mesh).index("tensor")
+    g = moved(g, [*g.placements[:tensor], Shard(dim), *g.placements[tensor + 1 :]], "split weight")
+    return _part(g, tensor)
+
+
+def _part(g: DTensor, tensor: int) -> Tensor:
+    """Scale the piece of a gradient where ranks counted the same, and pad it to all rows, but for those over tensor."""
+    mesh = g.device_mesh
     factor = part_factor(mesh, g.placements)
     piece = g.to_local() * factor if factor != 1 else g.to_local()
     sizes = list(g.shape)
@@ -336,7 +351,8 @@ def part_of_gradient(g: DTensor) -> Tensor:
     for axis, placement in enumerate(g.placements):
         if isinstance(placement, Shard):
             a, b = my_chunk(mesh, axis, sizes[placement.dim])
-            spans.append((placement.dim, (a, b), sizes[placement.dim]))
+            if axis != tensor:
+                spans.append((placement.dim, (a, b), sizes[placement.dim]))
             sizes[placement.dim] = b - a
     for dim, (a, b), n in reversed(spans):
         pads = [0, 0] * (piece.dim() - 1 - dim) + [a, n - b]

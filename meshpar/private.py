@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,6 +35,9 @@ DYNAMO = "torch._dynamo"
 
 NESTED_FROM_MASK = torch._nested_tensor_from_mask_left_aligned
 """What nn.TransformerEncoder asks before its nested-tensor path (no public name is planned)."""
+
+StridedShard = _StridedShard
+"""A shard of each of the equal parts of a dim, as a placement (public when DTensor settles on a name)."""
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 """The aten op behind `item()` (the op has no public name)."""
@@ -349,6 +353,12 @@ def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, 
 def holds_parameter(module: torch.nn.Module, name: str) -> bool:
     """Tell whether a module has a parameter of its own of a name, without asking for it."""
     return name in module._parameters
+
+
+def wrap_pre_hooks(module: torch.nn.Module, wrap: Callable[..., Any]) -> None:
+    """Put other functions in the place of the hooks that run before a forward (no public name is planned)."""
+    hooks = module._forward_pre_hooks
+    hooks.update({key: wrap(hook) for key, hook in hooks.items()})
 
 
 def put_parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -62,11 +62,13 @@ class Policy:
         on_gather: "warn" once per call site, "error", or "allow".
         mesh: mesh of the model, where one is known.
         batch_statistics: "global", or "data-local" for statistics that stay within a data rank.
+        packed: whether activations may lie in the packed layout (see `meshpar.packed`).
     """
 
     on_gather: str = "warn"
     mesh: DeviceMesh | None = None
     batch_statistics: str = "global"
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.on_gather not in ON_GATHER:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from meshpar import private, record
+from meshpar import packed, private, record
 from meshpar.errors import SpecError, explain
 from meshpar.registry import Policy
 from meshpar.spmd import Spmd, is_on
@@ -62,7 +62,10 @@ def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], k
         if is_on():
             return forward(*args, **kwargs)
         with Spmd(state.policy):
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
+        if state.policy.packed and state.entry is not None:  # nobody outside knows the packed layout
+            out = private.pytree.tree_map(lambda x: packed.dealt_out(x) if packed.is_packed(x) else x, out)
+        return out
 
 
 def _run_traced(state: State, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -78,7 +78,12 @@ class DataSampler(Sampler[list[int]]):
     ) -> None:
         check_mesh("DataSampler", mesh)
         self._length = _length_of(dataset)
-        facts = {"dataset length": self._length, "batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+        facts: dict[str, Any] = {
+            "dataset length": self._length,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+        }
         facts |= {"drop_last": drop_last, "empty_parts": empty_parts}
         # Before anything is refused: what is wrong on one rank alone must be an error on all.
         self.mesh = mesh
@@ -175,10 +180,12 @@ class DataSampler(Sampler[list[int]]):
         Raises:
             SpecError: a loader of another sampler, or states that differ between ranks; on all ranks.
         """
-        if isinstance(loader, DataLoader) and self not in (loader.batch_sampler, loader.sampler):
+        if isinstance(loader, DataLoader) and not self._feeds(loader):
             needs = "a loader that takes its batches from this sampler"
             fix = "DataLoader(dataset, batch_sampler=sampler, ...)"
-            got = f"a DataLoader with batch_sampler {type(loader.batch_sampler).__name__}"
+            got = (
+                f"a DataLoader with batch_sampler {type(loader.batch_sampler).__name__}, batch_size {loader.batch_size}"
+            )
             raise SpecError(explain("DataSampler.follow: another sampler's loader.", got=got, needs=needs, fix=fix))
         self._epoch, self._position = self._now()
         self._agree({"epoch": self._epoch, "position": self._position, "seed": self._seed, "shuffle": self._shuffle})
@@ -199,6 +206,10 @@ class DataSampler(Sampler[list[int]]):
             self._epoch, self._position = self._epoch + 1, 0
         finally:
             self._is_followed = False
+
+    def _feeds(self, loader: DataLoader[Any]) -> bool:
+        """Tell whether a loader takes its batches from here, and leaves them as they are."""
+        return loader.batch_sampler is self or (loader.sampler is self and loader.batch_size is None)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the place of the next sample in *global* samples: it can be loaded on any mesh, with any batch size.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshpar import canvas, pieces, private, record, views
+from meshpar import canvas, packed, pieces, private, record, views
 from meshpar.errors import ShardingError, explain
 from meshpar.gathering import gather_call
 from meshpar.mesh import is_ours
@@ -74,7 +74,10 @@ class Spmd(TorchFunctionMode):
             args, kwargs = _adopt((args, kwargs), ours[0].device_mesh)
         if any(x.device_mesh != ours[0].device_mesh for x in ours):
             _refuse_meshes(func, ours)
-        return _logged_call(func, args, kwargs) if record.is_open() else call(func, args, kwargs)
+        run = _logged_call if record.is_open() else call
+        if self.policy.packed and any(packed.is_packed(x) for x in found):
+            return packed.call_with_packed(func, args, kwargs, run)
+        return run(func, args, kwargs)
 
 
 def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,8 +19,9 @@ from meshpar import pieces
 from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.registry import rule
+from meshpar.rules.channels import convolution
 from meshpar.rules.compact import halo_of, kept_once, shares_memory
-from meshpar.rules.spatial import settle, sharded_dims
+from meshpar.rules.spatial import sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
 from meshpar.traced import direct
 
@@ -46,7 +47,7 @@ def convolve(
 
     Args:
         x: global shape (B, C, *spatial) or (C, *spatial); a plain tensor is convolved by plain torch.
-        weight: plain, equal on all ranks, or a DTensor.
+        weight: plain, equal on all ranks, or split over `tensor` (see `rules.channels`).
         bias: likewise, or None.
         stride: as in torch.
         padding: as in torch: numbers, "same" or "valid".
@@ -60,7 +61,8 @@ def convolve(
 
     Communication:
         One exchange for each sharded spatial dim: the rows under this rank's outputs that other ranks own; none where
-        each rank owns all that it reads. The backward sends their gradients home. Sharded channels are gathered.
+        each rank owns all that it reads. The backward sends their gradients home. Channels over `tensor`: see
+        `rules.channels`; sharded otherwise, they are gathered.
 
     Raises:
         RuntimeError: what torch refuses on one process; on all ranks, before any communication.
@@ -74,19 +76,17 @@ def convolve(
     num_dims = int(op[-2])
     shape = checked_shape(_plain, x, num_dims, spec(weight), spec(bias), *options)
     first = x.dim() - num_dims
-    keep = [*range(first - 1), *range(first, x.dim())]
-    x = settle(x, keep, f"F.{op}", nested=range(first - 1))
-    mesh, placements = x.device_mesh, x.placements
-    own_weight = pieces.companion(weight, mesh, placements)
-    own_bias = None if bias is None else pieces.companion(bias, mesh, placements)
+    own = convolution(x, weight, bias, groups, num_dims, f"F.{op}")
+    x, piece, own_weight, own_bias, groups = own.x, own.piece, own.weight, own.bias, own.groups
+    mesh = x.device_mesh
     sharded = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= first}
-    piece = pieces.local(x)
     if not sharded:
-        return pieces.whole(_plain(piece, own_weight, own_bias, *options), mesh, placements, shape)
+        options = (stride, padding, dilation, groups, padding_mode, op)
+        return own.finished(_plain(piece, own_weight, own_bias, *options), shape, f"F.{op}")
     kernels = tuple(weight.shape[2:])
     strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
     pads = _pads(padding, kernels, dilations)
-    empty, own, halos, once = [], piece, [], True
+    empty, kept, halos, once = [], piece, [], True
     for dim, axis in sharded.items():
         i = dim - first
         n, p, out = x.shape[dim], mesh.size(axis), shape[dim]
@@ -100,17 +100,17 @@ def convolve(
         elif halos:
             once = once and piece is before
         else:
-            own = piece
+            kept = piece
         if piece.shape[dim] == 0:
             empty.append((dim, (kernels[i] - 1) * dilations[i] + 1))
     for dim, rows in empty:  # torch refuses a piece without rows: compute one output of zeros and cut it off
         piece = F.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, rows])
     inner = tuple((0, 0) if first + i in sharded else pad for i, pad in enumerate(pads))
-    with kept_once(piece, own, halos if once and not empty else []):
+    with kept_once(piece, kept, halos if once and not empty else []):
         result = _padded_conv(piece, own_weight, own_bias, strides, inner, dilations, groups, padding_mode, op)
     for dim, _ in empty:
         result = result.narrow(dim, 0, 0)
-    return pieces.whole(result, mesh, placements, shape)
+    return own.finished(result, shape, f"F.{op}")
 
 
 def _plain(

@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from meshpar import pieces
 from meshpar.gathering import gather_call, is_split
 from meshpar.registry import rule
+from meshpar.rules.channels import Share, added_up, brought, own_weight, read, share_of
 from meshpar.rules.contract import contract
 from meshpar.rules.products import plus, shape_after
+from meshpar.rules.spatial import settle
 
 
 @rule(F.linear)
@@ -43,6 +45,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return gather_call(F.linear, (input, weight, bias), {}, why="the bias alone is an activation")
     if torch.is_autocast_enabled(input.device.type) or not _fits(input, weight, bias):
         shape_after(F.linear, (input, weight, bias))  # torch's own error: an empty piece might not raise it
+    if isinstance(input, DTensor) and weight.dim() == 2 and (share := _share(input, weight)) is not None:
+        return _shared(input, weight, bias, share)
     if (
         isinstance(input, DTensor)
         and _is_usual(input, weight.dim())
@@ -58,6 +62,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     letters = ((*batch, "i"), (*features, "i"), (*batch, *features))
     product = contract(input, weight, letters, F.linear, (*input.shape[:-1], *weight.shape[:-1]), "F.linear")
     return product if bias is None else plus(product, bias)
+
+
+def _share(x: DTensor, weight: Tensor) -> Share | None:
+    """Find how features are shared out over `tensor` by the weight; sums that a plan chooses better are left to it."""
+    share = share_of(x, weight, x.dim() - 1)
+    return share if isinstance(weight, DTensor) else None
+
+
+def _shared(x: DTensor, weight: Tensor, bias: Tensor | None, share: Share) -> Tensor:
+    """Multiply by a weight that is split over `tensor`."""
+    op = "F.linear"
+    x = settle(brought(x, share, op), range(x.dim() if share.held else x.dim() - 1), op, nested=range(x.dim() - 1))
+    piece = read(x, share)
+    w = own_weight(weight, share, x.placements, op)
+    placements = [share.placement if axis == share.axis else p for axis, p in enumerate(x.placements)]
+    shape = (*x.shape[:-1], weight.shape[0])
+    if share.kind == "in":
+        out = added_up(F.linear(piece, w), bias, share, x.placements, op)
+    else:
+        out = F.linear(piece, w, None if bias is None else own_weight(bias, share, x.placements, op))
+    return pieces.whole(out, x.device_mesh, placements, shape)
 
 
 def _is_usual(x: DTensor, weight_dims: int) -> bool:

@@ -21,6 +21,7 @@ from meshpar import pieces
 from meshpar.errors import ShardingError, explain
 from meshpar.gathering import gather_call, is_split
 from meshpar.registry import functions, rule
+from meshpar.rules.channels import split_dim
 from meshpar.rules.index import narrow
 from meshpar.rules.pointwise import align, broadcast_placements, write_into
 from meshpar.rules.reshape import reshaped
@@ -240,7 +241,8 @@ def embedding(
     """Look up rows of a weight; the index may be sharded anywhere.
 
     Communication:
-        None; with `scale_grad_by_freq` an all-reduce of the counts of the indices.
+        None; with `scale_grad_by_freq` an all-reduce of the counts of the indices. With a weight whose rows are split
+        over `tensor`, an all-reduce of what was found.
 
     Raises:
         ShardingError: `sparse`, or `max_norm`, which changes the weight.
@@ -253,14 +255,40 @@ def embedding(
     stand_in = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     shape = F.embedding(torch.empty(input.shape, dtype=input.dtype, device="meta"), stand_in, padding_idx).shape
     idx = settle(input, range(input.dim()), op, nested=range(input.dim()))
-    mesh, piece = idx.device_mesh, pieces.local(idx)
-    found = F.embedding(piece, pieces.companion(weight, mesh, idx.placements), padding_idx)
+    mesh = idx.device_mesh
+    tensor = pieces.axes_of(mesh).index("tensor")
+    split = split_dim(weight, tensor)
+    if split is not None:
+        idx = pieces.moved(idx, [Replicate() if i == tensor else p for i, p in enumerate(idx.placements)], op)
+    piece, placements = pieces.local(idx), list(idx.placements)
+    if split is None:
+        found = F.embedding(piece, pieces.companion(weight, mesh, placements), padding_idx)
+    else:
+        assert isinstance(weight, DTensor)
+        differs = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
+        own = pieces.local(weight, [weight.placements[i] if i == tensor else p for i, p in enumerate(differs)])
+        found = _looked_up(piece, own, padding_idx, pieces.my_chunk(mesh, tensor, weight.shape[0]), split)
+        if split == 1:
+            placements[tensor] = Shard(input.dim())
     if scale_grad_by_freq:
         counts = piece.flatten().bincount(minlength=weight.shape[0])
         counts = pieces.psum(counts, mesh, _split_axes(idx), op)
         factor = 1.0 / counts[piece].to(found.dtype)
         found = _ScaleRows.apply(found, factor.unsqueeze(-1))
-    return pieces.whole(found, mesh, idx.placements, shape)
+    if split == 0:
+        found = pieces.psum(found, mesh, [tensor], op)
+    return pieces.whole(found, mesh, placements, shape)
+
+
+def _looked_up(idx: Tensor, weight: Tensor, padding: int | None, rows: tuple[int, int], split: int) -> Tensor:
+    """Look up in a rank's share of a weight: some columns, or some rows (and zeros for what other ranks hold)."""
+    if split == 1:
+        return F.embedding(idx, weight, padding)
+    a, b = rows
+    here = (idx >= a) & (idx < b)
+    own = padding - a if padding is not None and a <= padding < b else None
+    found = F.embedding((idx - a).masked_fill(~here, 0), weight, own)
+    return found.masked_fill(~here.unsqueeze(-1), 0)
 
 
 @rule(F.embedding_bag)

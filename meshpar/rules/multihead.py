@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from meshpar import pieces, private
 from meshpar.gathering import gather_call
+from meshpar.packed import call_with_packed, is_packed
 from meshpar.registry import rule
 from meshpar.rules.attention import Local, attention, autocast, lifted
 from meshpar.rules.linear import linear
@@ -44,6 +45,10 @@ def _moved_dims(x: DTensor, shape: Sequence[int], to: Mapping[int, int], piece: 
 def _split_heads(x: DTensor, start: int, num_features: int, num_heads: int) -> DTensor:
     """Take features of (length, batch, features), and give (batch, heads, length, features of a head)."""
     length, batch, _ = x.shape
+    if pieces.shard_axes(x, 2):  # features, so heads, over tensor
+        x = _do(Tensor.narrow, x, 2, start, num_features)
+        x = _do(Tensor.reshape, x, (length, batch, num_heads, num_features // num_heads))
+        return _do(Tensor.permute, x, (1, 2, 0, 3))  # type: ignore[no-any-return]
     piece = pieces.local(x).narrow(-1, start, num_features)
     piece = piece.unflatten(-1, (num_heads, num_features // num_heads)).permute(1, 2, 0, 3)
     shape = (batch, num_heads, length, num_features // num_heads)
@@ -147,6 +152,9 @@ def _attended(
 
 def _joined(out: DTensor) -> DTensor:
     """Give (length, batch, features) from (batch, heads, length, features of a head)."""
+    if pieces.shard_axes(out, 1):
+        out = _do(Tensor.permute, out, (2, 0, 1, 3))
+        return _do(Tensor.flatten, out, 2)  # type: ignore[no-any-return]
     out = settle(out, (0, 2), OP, nested=(0,))
     batch, heads, length, features = out.shape
     piece = pieces.local(out).permute(2, 0, 1, 3).flatten(2)
@@ -229,14 +237,17 @@ def _batched(inputs: Sequence[Tensor], mesh: DeviceMesh) -> list[DTensor]:
 
 def _project(inputs: tuple[DTensor, DTensor, DTensor], given: Mapping[str, Any]) -> list[DTensor]:
     """Project to (batch, heads, length, features of a head): at once, where all come from one input."""
-    num_heads, packed, bias = given["num_heads"], given["in_proj_weight"], given["in_proj_bias"]
+    num_heads, weight, bias = given["num_heads"], given["in_proj_weight"], given["in_proj_bias"]
     if given["use_separate_proj_weight"]:
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
     elif inputs[0] is inputs[1] is inputs[2]:
-        all_three, n = linear(inputs[0], packed, bias), packed.shape[0] // 3
+        all_three, n = linear(inputs[0], weight, bias), weight.shape[0] // 3
+        if is_packed(all_three):
+            thirds = call_with_packed(torch.chunk, (all_three, 3, -1), {}, call)
+            return [_split_heads(third, 0, n, num_heads) for third in thirds]
         return [_split_heads(all_three, i * n, n, num_heads) for i in range(3)]
     else:
-        weights = _thirds(packed)
+        weights = _thirds(weight)
     parts = zip(inputs, weights, _thirds(bias), strict=True)
     return [_split_heads(linear(x, w, b), 0, w.shape[0], num_heads) for x, w, b in parts]
 

@@ -18,6 +18,7 @@ import meshpar
 from meshpar.testing import RankError, mesh_for, run_ranks
 
 MESH = "data=2,domain=2"
+TENSOR = "data=2,domain=1,tensor=2"
 
 
 class Pair(NamedTuple):
@@ -308,9 +309,9 @@ def test_what_no_rank_would_cut_is_refused_on_all(name, through_model):
         raise caught.value.exceptions[0]
 
 
-def other_structures(kind: str) -> None:
+def other_structures(spec: str, kind: str) -> None:
     """Rank 3 gives another batch than the others."""
-    mesh = mesh_for(MESH)
+    mesh = mesh_for(spec)
     model = meshpar.parallelize(Reading(), mesh)
     odd = torch.distributed.get_rank() == 3
     image = x_of()
@@ -333,12 +334,31 @@ def other_structures(kind: str) -> None:
         ("columns", r"image: shape \(2, 2, 5, 4\) on rank 0\n *image: shape \(2, 2, 5, 3\) on rank 3"),
     ],
 )
-def test_a_batch_of_another_structure_on_one_rank_is_refused_on_all(kind, text):
+@pytest.mark.parametrize("spec", [MESH, TENSOR])
+def test_a_batch_of_another_structure_on_one_rank_is_refused_on_all(spec, kind, text):
     with pytest.raises(RankError) as caught:
-        run_ranks(other_structures, 4, kind)
+        run_ranks(other_structures, 4, spec, kind)
     assert len(caught.value.exceptions) == 4
     with pytest.raises(meshpar.SpecError, match=text):
         raise caught.value.exceptions[1]
+
+
+def one_refuses(check: bool) -> str:
+    """Rank 3 alone is given an array; it says so, and the others do not wait for it."""
+    mesh = mesh_for(MESH)
+    model = meshpar.parallelize(Reading(), mesh, check_inputs=check)
+    image = x_of().numpy() if torch.distributed.get_rank() == 3 else x_of()
+    with pytest.raises(meshpar.MeshparError) as caught:
+        model(image, number=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_what_one_rank_refuses_is_an_error_on_all(check):
+    *others, told = run_ranks(one_refuses, 4, check, timeout_s=20)
+    assert "image: an array that is no tensor" in told
+    for text in others:
+        assert ("ranks that should hold the same samples" if check else r"rank(s) [3] refused") in text
 
 
 def many_tensors() -> None:
@@ -351,7 +371,7 @@ def many_tensors() -> None:
     assert len(log.select(kind="batch")) == 2
     with meshpar.record() as log:
         meshpar.shard_batch({"a": x_of(), "b": x_of(), "c": x_of()}, mesh)
-    assert [(e.axis, e.num_bytes) for e in log.select(kind="batch")] == [("data_domain", 256 * 3)]
+    assert [(e.axis, e.num_bytes) for e in log.select(kind="batch")] == [("mesh", 256 * 3)]
 
 
 def test_all_shapes_of_a_batch_travel_in_one_message():
