@@ -27,8 +27,10 @@ from meshpar.autoplan import auto_plan
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
 from meshpar.mesh import axis_size
+from meshpar.registry import policy as current_policy
 from meshpar.rewrite import STATE, quietly
 from meshpar.spmd import Spmd, is_on
+from meshpar.traced import as_node, direct, is_tracing
 
 STYLES = ("colwise", "rowwise", "packed", "replicate")
 """colwise splits the output channels of a layer, rowwise its input channels, packed the channels of each of the equal
@@ -333,11 +335,15 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value: Any = cls.__getattr__(self, name)
-        split = self.__dict__[_SPLITS].get(name) if isinstance(value, DTensor) and is_on() else None
-        if split is None or value.device_mesh.mesh_dim_names != ("tensor",):
+        split = self.__dict__[_SPLITS].get(name) if isinstance(value, DTensor) else None
+        if split is None:
             return value
-        mesh = self.__dict__[STATE].policy.mesh
-        return packed.mark(entered(value, mesh, split.dim), split.parts)
+        policy = self.__dict__[STATE].policy
+        if torch.compiler.is_compiling():
+            return as_node(split_weight, policy, value, split.dim) if is_tracing() else value
+        if not is_on() or value.device_mesh.mesh_dim_names != ("tensor",):
+            return value
+        return packed.mark(entered(value, policy.mesh, split.dim), split.parts)
 
     def extra_repr(self: nn.Module) -> str:
         styles = sorted({split.style for split in self.__dict__[_SPLITS].values()})
@@ -353,6 +359,14 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
         "extra_repr": extra_repr,
     }
     return type(cls.__name__, quietly(cls), names)
+
+
+@direct
+def split_weight(w: DTensor, dim: int) -> DTensor:
+    """Give a weight of a graph as an activation; the parts of a fused one are not told apart there, which costs."""
+    mesh = current_policy().mesh
+    assert mesh is not None
+    return entered(w, mesh, dim)
 
 
 def entered(w: DTensor, mesh: DeviceMesh, dim: int) -> DTensor:

@@ -71,6 +71,12 @@ def test_a_split_network_is_right(name):
     assert_equivalent(model, [make()], SPLIT[0], options={"tensor_plan": plan})
 
 
+@pytest.mark.parametrize("name", ["mlp", "convolutions"])
+def test_a_compiled_split_network_equals_one_process(name):
+    model, make, plan = CASES[name]
+    assert_equivalent(model, [make()], SPLIT[0], options={"tensor_plan": plan}, compiled="aot_eager")
+
+
 def moved(log, *, backward=False):
     """List what moved over `tensor`: op, kind and bytes of this rank."""
     return [(e.op, e.kind, e.num_bytes) for e in log.entries if e.axis == "tensor" and e.backward is backward]
