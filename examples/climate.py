@@ -65,6 +65,7 @@ class Samples:
     """
 
     def __init__(self, fields: Fields, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         train = fields.values[: fields.num_train]
         self.mean = train.mean(axis=0, keepdims=True)
         self.spread = train.std(axis=0, keepdims=True) + 1e-3

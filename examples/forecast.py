@@ -108,7 +108,7 @@ class Run:
 def loss_of(model: nn.Module, samples: Samples, setup: Setup, batch: list[int]) -> Tensor:
     """Return the mean squared error of a global batch, over all samples and the whole grid."""
     inputs, targets = samples.load(setup.own(batch))
-    return F.mse_loss(model(inputs), setup.shard(targets))
+    return F.mse_loss(model(setup.shard(inputs)), setup.shard(targets))
 
 
 def validation_loss(model: nn.Module, samples: Samples, setup: Setup, plan: Plan) -> float:
@@ -124,7 +124,7 @@ def validation_loss(model: nn.Module, samples: Samples, setup: Setup, plan: Plan
 def train(samples: Samples, setup: Setup, plan: Plan, *, on_step: Any = None, on_epoch: Any = None) -> Run:
     """Train a U-Net from the plan's seed; the result depends on the plan alone, whatever the setup."""
     torch.manual_seed(plan.seed)
-    net = UNet(HISTORY, width=plan.width).to(samples.values.dtype)
+    net = UNet(HISTORY, width=plan.width).to(samples.dtype)
     model = setup.parallelize(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(plan.total_steps, 1))

@@ -2,6 +2,7 @@
 
 from meshpar import layers, rules
 from meshpar.accumulation import no_sync
+from meshpar.agree import check_same_samples
 from meshpar.batch import gather, shard, shard_batch
 from meshpar.checkpoint import (
     Loaded,
@@ -44,14 +45,17 @@ from meshpar.mesh import (
 from meshpar.optim import clip_grad_norm_, grad_norm
 from meshpar.parallelize import mesh_of, parallelize, parallelize_from_config
 from meshpar.precision import Precision
+from meshpar.reading import read_rows, read_sharded, shard_slices
 from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
+from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
 
 __all__ = [
     "AXES",
     "EMA",
     "CheckpointError",
+    "DataSampler",
     "Entry",
     "GatherError",
     "GatherWarning",
@@ -70,12 +74,15 @@ __all__ = [
     "axis_group",
     "axis_ranks",
     "axis_size",
+    "check_same_samples",
     "clip_grad_norm_",
+    "collate_or_empty",
     "coordinate",
     "fetch",
     "full_state_dict",
     "gather",
     "grad_norm",
+    "in_step",
     "is_first",
     "is_last",
     "latest_checkpoint",
@@ -89,6 +96,8 @@ __all__ = [
     "no_sync",
     "parallelize",
     "parallelize_from_config",
+    "read_rows",
+    "read_sharded",
     "record",
     "replicas",
     "rewrite",
@@ -96,6 +105,7 @@ __all__ = [
     "save_checkpoint",
     "shard",
     "shard_batch",
+    "shard_slices",
     "should_not_checkpoint",
     "sphere_pad",
     "spmd",

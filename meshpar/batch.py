@@ -6,9 +6,8 @@ tensor that all ranks hold whole; `gather` gives plain tensors back.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshpar import pieces, private, record
-from meshpar.errors import SpecError, explain
-from meshpar.intervals import chunks
-from meshpar.mesh import AXES, DOMAIN, axis_group, axis_size, coordinate, is_ours
-from meshpar.private import pytree
+from meshpar import pieces
+from meshpar.agree import SAMPLES, Told, compare, told_of
+from meshpar.errors import MeshparError, SpecError, explain
+from meshpar.mesh import AXES, DOMAIN, is_ours
+from meshpar.parts import Part, global_shapes, tell_refusal
+from meshpar.trees import Layout, children, map_layouts, map_tensors, walk
 
 Tree = TypeVar("Tree")
-Layout = str | Mapping[str, Any] | Sequence[Any] | None
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_INTEGERS = ("int16", "uint16", "uint32", "uint64")
+_ODD_DTYPES = tuple(getattr(torch, name) for name in (*_FLOAT8, *_INTEGERS) if hasattr(torch, name))
+"""What gloo or NCCL does not gather; as bytes they do."""
 
 
 def default_layout(num_dims: int, axes: Collection[str] = AXES) -> str:
@@ -74,122 +78,106 @@ def _layout_text(layout: object, got: str, num_dims: int, mesh: DeviceMesh) -> s
     )
 
 
-def map_tensors(apply: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to the tensors of a tree, those in dataclasses too; all else stays as it is.
-
-    Raises:
-        SpecError: an object that holds tensors where no one can see them: they would stay as they are, silently.
-    """
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return apply(x)
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            twin = copy.copy(x)
-            for item in dataclasses.fields(x):
-                if hasattr(x, item.name):
-                    object.__setattr__(twin, item.name, map_tensors(apply, getattr(x, item.name)))
-            return twin
-        hidden = [] if isinstance(x, type | nn.Module) else _tensors_inside(x)
-        if hidden:
-            raise SpecError(
-                explain(
-                    "batch: tensors inside of an object that cannot be taken apart.",
-                    got=f"a {type(x).__name__} that holds {hidden[:5]}",
-                    needs="tensors, or dicts, lists, tuples and dataclasses of them",
-                    fix="give its tensors one by one, or make it a dataclass or register it with torch.utils.pytree",
-                )
-            )
-        return x
-
-    return pytree.tree_map(leaf, tree)
-
-
-def _tensors_inside(x: object) -> list[str]:
-    if isinstance(x, set | frozenset):
-        return ["a tensor"] if any(isinstance(item, Tensor) for item in x) else []
-    named = getattr(x, "__dict__", {})
-    return [name for name, value in named.items() if isinstance(value, Tensor)] if isinstance(named, dict) else []
-
-
-def map_layouts(tree: Any, layout: Layout, apply: Any) -> Any:
-    """Apply a function of (tensor, layout string or None) to the tensors of a tree; all else stays as it is."""
-    if isinstance(tree, Tensor):
-        return apply(tree, layout)
-    if isinstance(layout, str) or layout is None:
-        return map_tensors(lambda x: apply(x, layout), tree)
-    if isinstance(tree, Mapping) and isinstance(layout, Mapping):
-        unknown = [key for key in layout if key not in tree]
-        if unknown:
-            raise SpecError(
-                explain("layout: names nothing.", got=f"{unknown}", needs=f"keys out of {list(tree)}", fix="drop them")
-            )
-        pairs = {key: map_layouts(value, layout.get(key), apply) for key, value in tree.items()}
-        return pairs if type(tree) is dict else type(tree)(pairs)  # type: ignore[call-arg]
-    if isinstance(tree, list | tuple) and isinstance(layout, list | tuple) and len(tree) == len(layout):
-        parts = [map_layouts(value, part, apply) for value, part in zip(tree, layout, strict=True)]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    raise SpecError(
-        explain(
-            "layout: does not fit what it lays out.",
-            got=f"a {type(layout).__name__} of layouts for a {type(tree).__name__}",
-            needs="one string for all tensors, or a dict or tuple of the same structure",
-            fix='e.g. "data _ domain _"',
-        )
-    )
-
-
-def shard_batch(tree: Tree, mesh: DeviceMesh, layout: Layout = None, *, rows: str = "full") -> Tree:
+def shard_batch(
+    tree: Tree, mesh: DeviceMesh, layout: Layout = None, *, rows: str = "full", check: bool = False
+) -> Tree:
     """Make DTensors of what this data rank loaded.
 
     Args:
-        tree: tensors, or dicts, lists and tuples of them; anything else is passed through. A tensor is this data
-            rank's part of the batch, local shape (B/data, C, H, W); all ranks of one data coordinate hold the same.
-            DTensors are passed through.
+        tree: tensors, or dicts, lists, tuples, dataclasses, ... of them. A tensor is this data rank's part of the
+            batch, local shape (B/data, C, H, W); all ranks of one data coordinate hold the same. DTensors are passed
+            through, and so are numbers, strings, dates and other objects without tensors: this rank's own.
         mesh: mesh of `make_mesh`.
         layout: layout string, or a tree of them; see `default_layout`.
         rows: "full" when each rank holds all rows of its samples, "local" when it holds its own in canonical layout,
             local shape (B/data, C, H/domain, W).
+        check: check first that ranks of one data coordinate hold the same, see `check_same_samples`.
 
     Returns:
         The tree with DTensors of global shape (B, C, H, W).
 
     Communication:
-        The sizes of the parts of the batch, 8 bytes a tensor over `data`; for `rows="local"` those over `domain` too.
-        The backward of a plain tensor that requires a gradient gathers it over `domain`.
+        The shapes of all tensors in one message, 256 bytes to all ranks, where data has several ranks or the rows are
+        local. The backward of a plain tensor that requires a gradient gathers it over `domain`.
 
     Raises:
-        SpecError: a layout that does not fit, or parts whose sizes are not those of the canonical layout; on all
-            ranks.
+        SpecError: a layout that does not fit, arrays that are no tensors, or parts that are not those of the canonical
+            layout of one batch; on all ranks.
+        PeerError: not all ranks came with a batch, within the timeout of the group.
+
+    Example:
+        >>> import meshpar
+        >>> batch = {"x": torch.zeros(2, 1, 5, 8), "time": "2099-01-01"}
+        >>> shard_batch(batch, meshpar.make_mesh("data=1"))["x"].placements
+        (Shard(dim=0), Shard(dim=2), Replicate())
     """
+    check_mesh("shard_batch", mesh)
+    (placed,) = shard_trees([("", tree, layout)], mesh, rows=rows, check=check)
+    return placed  # type: ignore[no-any-return]
+
+
+def shard_trees(
+    trees: Sequence[tuple[str, Any, Layout]], mesh: DeviceMesh, *, rows: str = "full", check: bool = False
+) -> list[Any]:
+    """Do what `shard_batch` does for several trees, each with its name and layout, in one message."""
     if rows not in ("full", "local"):
         raise SpecError(
             explain("shard_batch: unknown rows.", got=repr(rows), needs='"full" or "local"', fix="rows='full'")
         )
+    parts: list[Part] = []
+    told: list[Told] = []
 
-    _check_mesh("shard_batch", mesh)
+    def see(x: Tensor, text: str | None, path: str) -> Tensor:
+        if not isinstance(x, DTensor):
+            plain = _plain(x)
+            placements = placements_of(_checked_local(text, plain, mesh, rows), mesh, plain.dim())
+            given = tuple(
+                _is_given(axis, rows) and isinstance(p, Shard)
+                for axis, p in zip(pieces.axes_of(mesh), placements, strict=True)
+            )
+            parts.append(Part(path or "the batch", plain, placements, given))
+        return x
 
-    def enter(x: Tensor, text: str | None) -> Tensor:
-        if isinstance(x, DTensor):
-            return x
-        placements = placements_of(text, mesh, x.dim())
-        given = [
-            _is_given(axis, rows) and isinstance(p, Shard)
-            for axis, p in zip(pieces.axes_of(mesh), placements, strict=True)
-        ]
-        shape = list(x.shape)
-        for axis, placement in reversed(list(enumerate(placements))):
-            if given[axis] and isinstance(placement, Shard):
-                shape[placement.dim] = _global_size(shape[placement.dim], mesh, pieces.axes_of(mesh)[axis])
-        start = [p if g else Replicate() for p, g in zip(placements, given, strict=True)]
-        if not x.requires_grad:
-            return pieces.whole(_cut_rest(x, mesh, placements, given), mesh, placements, shape)
-        return pieces.whole(x, mesh, start, shape).redistribute(placements=placements)
+    def see_other(x: Any, path: str) -> None:
+        _refuse_array(x, path)
+        if check and children(x) is None:
+            told.append(told_of(path, x, SAMPLES))
 
-    return map_layouts(tree, layout, enter)  # type: ignore[no-any-return]
+    try:
+        for name, tree, layout in trees:
+            walk(tree, layout, see, look=see_other, path=name)
+    except MeshparError:
+        if check:
+            with contextlib.suppress(MeshparError):
+                compare("shard_batch", [Told("", "a batch that was refused there", "", ())], mesh)
+        else:
+            tell_refusal(mesh, rows_are_local=rows == "local")
+        raise
+    if check:
+        for part in parts:
+            cut_by = [axis for axis, given in zip(pieces.axes_of(mesh), part.given, strict=True) if given]
+            told.append(told_of(part.path, part.x, cut_by))
+        compare("shard_batch", told, mesh)
+    shapes = iter(global_shapes(parts, mesh, rows_are_local=rows == "local"))
+    waiting = iter(parts)
+
+    def enter(x: Tensor, _layout: str | None) -> Tensor:
+        return x if isinstance(x, DTensor) else _placed(next(waiting), mesh, next(shapes))
+
+    return [map_layouts(tree, layout, enter) for _, tree, layout in trees]
 
 
-def _check_mesh(verb: str, mesh: object) -> None:
+def _placed(part: Part, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+    x, placements = part.x, part.placements
+    if not x.requires_grad:
+        rest = [Replicate() if g else p for p, g in zip(placements, part.given, strict=True)]
+        return pieces.whole(pieces.cut(x, mesh, rest), mesh, placements, shape)
+    start = [p if g else Replicate() for p, g in zip(placements, part.given, strict=True)]
+    return pieces.whole(x, mesh, start, shape).redistribute(placements=placements)
+
+
+def check_mesh(verb: str, mesh: object) -> None:
+    """Refuse what is no mesh of `make_mesh`."""
     if not isinstance(mesh, DeviceMesh) or not is_ours(mesh):
         raise SpecError(
             explain(
@@ -202,37 +190,63 @@ def _check_mesh(verb: str, mesh: object) -> None:
 
 
 def _is_given(axis: str, rows: str) -> bool:
-    return axis == "data" or (axis in DOMAIN and rows == "local")
+    return axis in SAMPLES or (axis in DOMAIN and rows == "local")
 
 
-def _cut_rest(x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: Sequence[bool]) -> Tensor:
-    rest = [Replicate() if g else p for p, g in zip(placements, given, strict=True)]
-    return pieces.cut(x, mesh, rest)
-
-
-def _global_size(n: int, mesh: DeviceMesh, axis: str) -> int:
-    """Add up the sizes of the parts along an axis, and check that they are the canonical ones."""
-    p = axis_size(mesh, axis)
-    if p == 1:
-        return n
-    device = "cpu" if mesh.device_type == "cpu" else mesh.device_type
-    mine = torch.tensor([n], dtype=torch.int64, device=device)
-    sizes = torch.empty(p, dtype=torch.int64, device=device)
-    private.all_gather(sizes, mine, axis_group(mesh, axis))
-    record.note(record.here("shard_batch"), "batch", axis, 8 * (p - 1))
-    found = [int(size) for size in sizes.tolist()]
-    total = sum(found)
-    expected = [b - a for a, b in chunks(total, p)]
-    if found != expected:
+def _plain(x: Tensor) -> Tensor:
+    """Give a dense tensor of no subclass; refuse what cannot be cut like one."""
+    odd = (
+        "a nested tensor"
+        if x.is_nested
+        else "a quantized tensor"
+        if x.is_quantized
+        else f"a tensor of layout {x.layout}"
+        if x.layout != torch.strided
+        else "a masked tensor"
+        if isinstance(x, torch.masked.MaskedTensor)
+        else ""
+    )
+    if odd:
         raise SpecError(
             explain(
-                "shard_batch: the parts do not make one batch.",
-                got=f"sizes {found} over axis {axis}, {total} in all; this rank is {coordinate(mesh, axis)}",
-                needs=f"the canonical layout of {total}, which is {expected}",
-                fix="give every rank the same number, or drop the last batch where it is smaller (drop_last=True)",
+                "batch: a tensor that cannot be cut.",
+                got=f"{odd}, {x.dtype}",
+                needs="dense tensors",
+                fix="x.to_dense(), x.dequantize() or padding, before the batch is given",
             )
         )
-    return total
+    subclass = type(x) not in (Tensor, nn.Parameter)
+    return x.as_subclass(Tensor) if subclass and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ else x
+
+
+def _refuse_array(x: Any, path: str) -> None:
+    """Refuse what holds numbers for many samples and is no tensor: no rank would cut it."""
+    packed = isinstance(x, nn.utils.rnn.PackedSequence)
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
+    if packed or (getattr(dtype, "kind", "O") in "biufc" and hasattr(x, "__array__") and len(shape) > 0):
+        raise SpecError(
+            explain(
+                f"batch{path}: an array that is no tensor.",
+                got=f"a {type(x).__name__}" + ("" if packed else f" {tuple(shape)} {dtype}"),
+                needs="tensors, which are cut over the ranks; single numbers, strings and dates pass as they are",
+                fix="pad it" if packed else "torch.as_tensor(x), as torch's default_collate does",
+            )
+        )
+
+
+def _checked_local(text: str | None, x: Tensor, mesh: DeviceMesh, rows: str) -> str | None:
+    """Refuse to guess which dim of a tensor of 3 dims has the local rows, if any."""
+    shared = any(mesh.size(i) > 1 for i, axis in enumerate(pieces.axes_of(mesh)) if axis in DOMAIN)
+    if rows == "local" and text is None and x.dim() == 3 and shared:
+        raise SpecError(
+            explain(
+                "shard_batch: which dim of this tensor has the local rows?",
+                got=f"shape {tuple(x.shape)}, rows='local' and no layout",
+                needs="a layout: three dims can be samples, rows and columns, or have no rows at all",
+                fix='layout="data domain _", or "data _ _" where it has no rows',
+            )
+        )
+    return text
 
 
 def shard(x: Tensor, mesh: DeviceMesh, layout: str | None = None) -> DTensor:
@@ -243,7 +257,7 @@ def shard(x: Tensor, mesh: DeviceMesh, layout: str | None = None) -> DTensor:
         mesh: mesh of `make_mesh`.
         layout: layout string; see `default_layout`.
     """
-    _check_mesh("shard", mesh)
+    check_mesh("shard", mesh)
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         raise SpecError(
             explain(
@@ -267,5 +281,9 @@ def gather(tree: Tree) -> Tree:
 
 
 def _full(x: DTensor) -> Tensor:
+    if x.dtype in _ODD_DTYPES and is_ours(x.device_mesh):
+        piece = x.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
+        whole = pieces.whole(piece, x.device_mesh, x.placements, (*x.shape, x.dtype.itemsize))
+        return _full(whole).view(x.dtype).squeeze(-1)
     nested = any(len(pieces.shard_axes(x, dim)) > 1 for dim in range(x.dim()))
     return pieces.full(x, "gather") if nested and is_ours(x.device_mesh) else x.full_tensor()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.batch import Layout, shard_batch
+from meshpar.batch import shard_trees
 from meshpar.config import read_config
 from meshpar.data import check_options, fully_shard_over
 from meshpar.errors import SpecError, explain
@@ -22,6 +22,7 @@ from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
 from meshpar.runtime import default_device_type, local_device
 from meshpar.tensor import is_packed_plan, read_split, splits_for, tensor_parallel
+from meshpar.trees import Layout
 
 
 def parallelize(
@@ -37,6 +38,7 @@ def parallelize(
     batch_statistics: str = "global",
     checkpoint: Any = None,
     tensor_plan: str | Mapping[str, str] | None = None,
+    check_inputs: bool = False,
 ) -> nn.Module:
     """Make a model run on a mesh: the same function, the same parameter names, its activations and weights sharded.
 
@@ -57,6 +59,7 @@ def parallelize(
         batch_statistics: "global", or "data-local" for batch norms that keep to their data rank.
         tensor_plan: from globs of module names to how their weights are split over `tensor` (see
             `meshpar.tensor.STYLES`); "auto" finds MLPs and attention (`auto_plan`). Any plan gives the same numbers.
+        check_inputs: check at each call that ranks of one data coordinate give the same, see `check_same_samples`.
 
     Returns:
         A module of the same structure. Plain tensors given to it are this data rank's part of the batch with all
@@ -81,7 +84,7 @@ def parallelize(
     policy = Policy(
         on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics, packed=is_packed_plan(splits)
     )
-    entry = _entry(model, the_mesh, inputs)
+    entry = _entry(model, the_mesh, inputs, check_inputs=check_inputs)
     parallel = rewrite(model, policy=policy)
     checkpoint_activations(parallel, checkpoint)
     own_tensors(parallel)
@@ -163,7 +166,7 @@ def _check_inputs(inputs: object) -> None:
         raise SpecError(text)
 
 
-def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., Any]:
+def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout, *, check_inputs: bool) -> Callable[..., Any]:
     """Make the function that turns the arguments of a call into activations."""
     _check_inputs(inputs)
     signature = inspect.signature(model.forward)
@@ -200,11 +203,11 @@ def _entry(model: nn.Module, mesh: DeviceMesh, inputs: Layout) -> Callable[..., 
         return inputs
 
     def entry(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        placed = tuple(
-            shard_batch(value, mesh, layout_of(i, names[i] if i < len(names) else None)) for i, value in enumerate(args)
-        )
-        named = {name: shard_batch(value, mesh, layout_of(None, name)) for name, value in kwargs.items()}
-        return placed, named
+        called = [names[i] if i < len(names) else None for i in range(len(args))]
+        trees = [(name or f"argument {i}", args[i], layout_of(i, name)) for i, name in enumerate(called)]
+        trees += [(name, value, layout_of(None, name)) for name, value in kwargs.items()]
+        placed = shard_trees(trees, mesh, check=check_inputs)
+        return tuple(placed[: len(args)]), dict(zip(kwargs, placed[len(args) :], strict=True))
 
     return entry
 

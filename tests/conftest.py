@@ -27,6 +27,7 @@ SLOW_FILES = (
     *("test_view.py", "test_views.py", "test_reshape.py", "test_domain_axes.py", "test_field_composition.py"),
     *("test_users.py", "test_random.py", "test_pad.py", "test_resample.py", "test_loss.py", "test_adaptive.py"),
     "test_killed.py",
+    *("test_reading.py", "test_forecast_zarr.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -59,6 +60,10 @@ SLOW_NAMES = (
     "values_of_one_process",
     "later_updates",
     "generators_go_on",
+    "two_epochs_are",
+    "resumes_in_the_middle",
+    "does_not_come",
+    "the_default_collate",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
 

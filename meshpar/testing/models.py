@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshpar.batch import Layout, map_layouts, shard
+from meshpar.batch import shard
 from meshpar.initial import own_tensors
 from meshpar.parallelize import parallelize
 from meshpar.private import pytree
@@ -30,6 +30,7 @@ from meshpar.testing.equivalence import (
 )
 from meshpar.testing.meshes import mesh_for, ranks_of
 from meshpar.testing.pool import run_ranks
+from meshpar.trees import Layout, map_layouts
 
 Model = nn.Module | Callable[[], nn.Module]
 
