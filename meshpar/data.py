@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshpar import private
+from meshpar import private, weights
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
 from meshpar.mesh import SUMMED, summed_mesh
+from meshpar.private import pytree
 from meshpar.spmd import is_on
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
@@ -286,7 +287,7 @@ class _Unit:
             if torch.compiler.is_compiling():
                 return None
             if self.shards.away is None:
-                return hook(*args)
+                return hook(*args[:-1], _kept(args[-1], self.module))
             if self.shards.away is self.module:
                 for owner, name, value in self.shards.replaced:
                     private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
@@ -294,6 +295,19 @@ class _Unit:
             return None
 
         return outside
+
+
+def _kept(output: Any, unit: nn.Module) -> Any:
+    """Copy what a unit returns of its parameters themselves, or views of them: their memory is freed now."""
+    freed = {_memory(p) for p in unit.parameters() if not isinstance(p, DTensor) or weights.is_split(p)} - {0}
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and _memory(x) in freed else x, output)
+
+
+def _memory(x: Tensor) -> int:
+    """Give the address of the memory that a tensor, or this rank's piece of it, is a view of."""
+    with torch.no_grad():
+        piece = x.to_local() if isinstance(x, DTensor) else x
+    return piece.untyped_storage().data_ptr() if piece.layout is torch.strided and not piece.is_meta else 0
 
 
 class _SummedGrad(torch.autograd.Function):

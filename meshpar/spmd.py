@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshpar import canvas, packed, pieces, private, record, views
+from meshpar import canvas, packed, private, record, views, weights
 from meshpar.errors import ShardingError, explain
 from meshpar.gathering import gather_call
 from meshpar.mesh import is_ours
-from meshpar.private import pytree
 from meshpar.registry import (
     ALWAYS,
     RANDOM,
@@ -68,16 +67,22 @@ class Spmd(TorchFunctionMode):
                 return RULES[same_numbers].handler(func, args, kwargs, self.policy.mesh)
             return func(*args, **kwargs)
         ours = [x for x in found if is_ours(x.device_mesh)]
-        if not ours:
+        mesh = ours[0].device_mesh if ours else self._mesh_of_weights(func, found)
+        if mesh is None:
             return func(*args, **kwargs)
         if len(ours) != len(found):
-            args, kwargs = _adopt((args, kwargs), ours[0].device_mesh)
-        if any(x.device_mesh != ours[0].device_mesh for x in ours):
+            args, kwargs = weights.adopted((args, kwargs), mesh)
+        if any(x.device_mesh != mesh for x in ours):
             _refuse_meshes(func, ours)
         run = _logged_call if record.is_open() else call
         if self.policy.packed and any(packed.is_packed(x) for x in found):
             return packed.call_with_packed(func, args, kwargs, run)
         return run(func, args, kwargs)
+
+    def _mesh_of_weights(self, func: Callable[..., Any], found: list[DTensor]) -> DeviceMesh | None:
+        """Give the mesh of the model where a function computes with weights of its tensor plan and nothing else."""
+        known = self.policy.mesh is not None and any(weights.is_split(x) for x in found)
+        return self.policy.mesh if known and weights.computes(func) else None
 
 
 def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,18 +132,6 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """The names of numpy that torch takes too."""
-
-
-def _adopt(tree: Any, mesh: DeviceMesh) -> Any:
-    """Bring DTensors of other meshes (parameters as the optimizer sees them) onto the mesh of the activations."""
-
-    def bring(x: Any) -> Any:
-        if isinstance(x, DTensor) and not is_ours(x.device_mesh):
-            full = x.full_tensor()
-            return pieces.whole(full, mesh, pieces.replicated(mesh), full.shape)
-        return x
-
-    return pytree.tree_map(bring, tree)
 
 
 def _refuse_meshes(func: Callable[..., Any], ours: list[DTensor]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
 
-from meshpar import packed, pieces, private
+from meshpar import packed, private, weights
 from meshpar.autoplan import auto_plan
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
@@ -319,7 +319,7 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
         if split is None or value.device_mesh.mesh_dim_names != ("tensor",):
             return value
         mesh = self.__dict__[STATE].policy.mesh
-        return packed.mark(entered(value, mesh, split.dim), split.parts)
+        return packed.mark(weights.entered(value, mesh), split.parts)
 
     def extra_repr(self: nn.Module) -> str:
         styles = sorted({split.style for split in self.__dict__[_SPLITS].values()})
@@ -335,26 +335,3 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
         "extra_repr": extra_repr,
     }
     return type(cls.__name__, quietly(cls), names)
-
-
-def entered(w: DTensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """Make an activation of a weight over `tensor`; its gradient obeys the convention of `pieces`.
-
-    Communication:
-        None forward; none backward, but where the gradient lies otherwise over `tensor`.
-    """
-    return _Enter.apply(w, mesh, dim)  # type: ignore[no-any-return]
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w, mesh, dim):  # type: ignore[no-untyped-def]
-        ctx.request = w.device_mesh, dim, w.shape, w.stride()
-        placements = [Shard(dim) if axis == "tensor" else Replicate() for axis in pieces.axes_of(mesh)]
-        return pieces.whole(w.to_local(), mesh, placements, w.shape)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
-        over, dim, shape, stride = ctx.request
-        part: Tensor = pieces.part_of_split_gradient(g, dim)
-        return DTensor.from_local(part, over, [Shard(dim)], run_check=False, shape=shape, stride=stride), None, None
