@@ -1,215 +1,257 @@
-"""Parameters over the ranks: equal initial values, and `fully_shard` over data x domain.
+"""Parameters over the ranks: `fully_shard`, or copies, over data x domain.
 
 Invariant: the gradient of a parameter is the *sum* of the parts of all ranks of data x domain: divide factor 1, and
-plain sums, since gloo has no pre-multiplied ones. These are the only steps of `parallelize` with effects on other
-ranks.
+plain sums, since gloo has no pre-multiplied ones. All modes run through `fully_shard`; they differ in the mesh that it
+is given. Copies are shards over a single rank, so that in every mode a model frees its parameters after a forward, and
+a gradient that nobody has added up yet is an error and not a number.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrize
 
-from meshpar import private, weights
-from meshpar.collectives import all_gather, all_reduce, sum_scatter
+from meshpar import private
 from meshpar.errors import SpecError, explain
-from meshpar.intervals import chunks
-from meshpar.mesh import SUMMED, summed_mesh
-from meshpar.private import pytree
-from meshpar.spmd import is_on
-from meshpar.traced import PLAIN, as_node, direct, is_tracing
+from meshpar.mesh import axis_size, replicas, space_mesh, summed_mesh
+from meshpar.parameters import SHARDS, Reading, Shards, kept, reading_plain, shard_plain_values, summed_grad
+from meshpar.precision import Precision, cast, computes_weights, kept_whole, round_computed, unrounded
+from meshpar.units import inner_first, units
 
-BUCKET_BYTES = 64 * 2**20
-"""Size of the messages by which initial values travel."""
+MODES = ("fsdp", "hsdp", "ddp", "none")
+"""How parameters can lie over data x domain; see `check_mode`."""
 
-
-_SHARDS = "_meshpar_shards"
-"""Name of the attribute in which a module whose parameters are sharded keeps what it shares with the others."""
+PARAMETER_AXES = ("replica", "shard")
+"""The axes of the mesh of parameters where there are copies."""
 
 
-def own_tensors(module: nn.Module) -> None:
-    """Give a rewritten module parameters and buffers of its own; ties stay ties."""
-    memo: dict[int, Tensor] = {}
-    odd = [f"{name}: a {type(p).__name__}" for name, p in module.named_parameters() if type(p) is not nn.Parameter]
-    if odd:
-        raise SpecError(
-            explain(
-                "parallelize: parameters of a kind that cannot be made parallel.",
-                got=odd[:5],
-                needs="plain parameters, initialised, as on one process",
-                fix="initialise lazy modules by a forward first; give the model before any other wrapper",
-            )
-        )
-    for owner in module.modules():
-        for name, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(p) not in memo:
-                memo[id(p)] = _twin(p)
-            setattr(owner, name, memo[id(p)])
-        for name, b in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
-            if id(b) not in memo:
-                memo[id(b)] = b.detach().clone()
-            setattr(owner, name, memo[id(b)])
+def check_mode(mesh: DeviceMesh, data: object) -> None:
+    """Check that parameters can lie over a mesh in a mode.
 
-
-def _twin(p: nn.Parameter) -> nn.Parameter:
-    twin = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
-    twin.__dict__.update(p.__dict__)
-    return twin
-
-
-def make_equal(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks the parameters and buffers of rank 0.
-
-    Communication:
-        A digest of the structure (an all-gather of 8 bytes), then broadcasts in buckets over all ranks of the mesh.
+    Args:
+        mesh: mesh of `make_mesh`.
+        data: "fsdp": each rank of data x domain has a shard, over all of them. "ddp": each has all. "hsdp": there are
+            as many copies as the mesh has replicas, each sharded over the other ranks. "none": each has all, and
+            gradients are added up over domain alone: a data coordinate trains by itself, on its part of the batch.
 
     Raises:
-        SpecError: the ranks hold different models, or parameters without data; on all ranks, before the broadcasts.
+        SpecError: an unknown mode, "hsdp" on a mesh without replicas, or replicas in any other mode.
     """
-    tensors = _distinct([*module.parameters(), *module.buffers()])
-    hollow = [name for name, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
-    _same_structure(module, mesh, hollow)
-    bucket: list[Tensor] = []
-    waiting = 0
-    for t in sorted(tensors, key=lambda t: str(t.dtype)):
-        if bucket and (bucket[0].dtype != t.dtype or waiting > BUCKET_BYTES):
-            _broadcast(bucket, mesh)
-            bucket, waiting = [], 0
-        bucket.append(t)
-        waiting += t.numel() * t.element_size()
-    if bucket:
-        _broadcast(bucket, mesh)
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
-
-
-def _broadcast(tensors: list[Tensor], mesh: DeviceMesh) -> None:
-    with torch.no_grad():
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors]).to(mesh.device_type)
-        dist.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, src=int(mesh.mesh.min()))
-        for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            t.copy_(part.view_as(t))
-
-
-def _same_structure(module: nn.Module, mesh: DeviceMesh, hollow: list[str]) -> None:
-    names = [*module.named_parameters(), *module.named_buffers()]
-    told = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in names])
-    digest = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
-    mine = torch.tensor([digest, len(names), len(hollow)], dtype=torch.int64, device=mesh.device_type)
-    everyone = torch.empty(3 * mesh.size(), dtype=torch.int64, device=mesh.device_type)
-    private.all_gather(everyone, mine, None)
-    rows = everyone.view(-1, 3).tolist()
-    odd = [rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2]]
-    if odd:
+    if data not in MODES:
+        text = explain("parallelize: unknown data.", got=f"data={data!r}", needs=f"one of {MODES}", fix='data="fsdp"')
+        raise SpecError(text)
+    num, size = replicas(mesh), axis_size(mesh, "data")
+    if data == "hsdp" and num == 1 and summed_mesh(mesh).size() > 1:
+        divisor = next((d for d in range(2, size + 1) if size % d == 0), 2)
         raise SpecError(
             explain(
-                "parallelize: the ranks hold different models.",
-                got=f"ranks {odd} differ from rank 0 in names, shapes or dtypes; rank 0 has {rows[0][1]} tensors, "
-                f"rank {odd[0]} has {rows[odd[0]][1]}",
-                needs="the same model on every rank (its values may differ: rank 0's are taken)",
-                fix="build the model from the same configuration on all ranks",
+                'parallelize: data="hsdp" on a mesh without replicas.',
+                got=f"{size} data ranks, replica=1",
+                needs="the number of copies of the parameters",
+                fix=f'"replica={divisor},data={max(size // divisor, 1)},..." for the mesh, which has the ranks of '
+                f'data={max(size, 2)}; or data="fsdp" (one copy), "ddp" (a copy a rank)',
             )
         )
-    if any(row[2] for row in rows):
+    if data != "hsdp" and num > 1:
         raise SpecError(
             explain(
-                "parallelize: parameters without data.",
-                got=f"{max(row[2] for row in rows)} on the meta device, e.g. {hollow[:3]}",
-                needs="initialised parameters",
-                fix="model.to_empty(device=...) and an initialisation, before parallelize",
+                "parallelize: replicas that nothing keeps.",
+                got=f"replica={num} on the mesh, data={data!r}",
+                needs='data="hsdp", which alone keeps a copy for each replica',
+                fix=f'data="hsdp"; or "data={size},..." for the mesh, without replica',
             )
         )
 
 
-def units(module: nn.Module, shard_modules: Any) -> list[nn.Module]:
-    """Choose the modules whose parameters are gathered and freed together; the root takes what is left.
+def check_options(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    shard_modules: Any,
+    *,
+    data: str,
+    precision: Precision | str | None,
+    offload: str | None,
+) -> None:
+    """Check the options of `fully_shard_over`; nothing is sent and nothing is changed.
 
-    "auto" takes the repeated blocks: members of a `ModuleList` or of a nested `Sequential` with parameters. A class or
-    a list of classes takes the modules of those, and a predicate those for which it is true. A module that shares a
-    parameter with another part of the model is left to the root, which alone can gather it for both.
+    Raises:
+        SpecError: options that cannot work.
     """
-    if shard_modules == "auto":
-        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-        picked = [child for m in lists for child in m if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
-    elif shard_modules is None:
-        picked = []
-    elif isinstance(shard_modules, type):
-        picked = [m for m in module.modules() if isinstance(m, shard_modules)]
-    elif isinstance(shard_modules, list | tuple) and all(isinstance(c, type) for c in shard_modules):
-        picked = [m for m in module.modules() if isinstance(m, tuple(shard_modules))]
-    elif callable(shard_modules):
-        picked = [m for m in module.modules() if shard_modules(m)]
-    else:
-        raise SpecError(
-            explain(
-                "shard_modules: cannot be used.",
-                got=repr(shard_modules),
-                needs='"auto", None, a module class, a list of classes, or a predicate',
-                fix='shard_modules="auto"',
-            )
-        )
-    owners: dict[int, set[int]] = {}
-    for m in module.modules():
-        for _, p in m.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(p), set()).add(id(m))
-    found: dict[int, nn.Module] = {}
-    for unit in picked:
-        inside = {id(m) for m in unit.modules()}
-        own = list(unit.parameters())
-        if unit is not module and own and all(owners[id(p)] <= inside for p in own):
-            found[id(unit)] = unit
-    order = {id(m): i for i, m in enumerate(module.modules())}
-    return sorted(found.values(), key=lambda m: -order[id(m)])
+    check_mode(mesh, data)
+    _offload_policy(offload, mesh)
+    units(module, shard_modules)
+    if Precision.read(precision) is not None:
+        _unrounded_units(module)
 
 
-def fully_shard_over(module: nn.Module, mesh: DeviceMesh, shard_modules: Any = "auto") -> None:
-    """Shard the parameters of a module over data x domain, in place.
+def parameter_mesh(mesh: DeviceMesh, data: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """Give the mesh over which parameters lie, and the same ranks along one axis.
 
     Communication:
-        None here. Each unit all-gathers its parameters before its forward and backward, and reduce-scatters their
-        gradients after its backward. 0-d parameters, and those whose dtype is not the one most of their unit has, stay
-        whole on every rank; an all-reduce sums their gradients.
+        The making of the groups of copies and of shards, once for each mesh and mode; all ranks must take part.
     """
-    summed = summed_mesh(mesh)
+    summed = space_mesh(mesh) if data == "none" else summed_mesh(mesh)
+    if data == "fsdp" or summed.size() == 1:
+        return summed, summed
+    copies = replicas(mesh) if data == "hsdp" else summed.size()
+    return private.unflatten(summed, (copies, summed.size() // copies), PARAMETER_AXES), summed
+
+
+def fully_shard_over(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    shard_modules: Any = "auto",
+    *,
+    data: str = "fsdp",
+    precision: Precision | str | None = None,
+    offload: str | None = None,
+) -> None:
+    """Lay the parameters of a module over data x domain, in place.
+
+    Args:
+        module: the root.
+        mesh: mesh of `make_mesh`.
+        shard_modules: which modules are gathered as one; see `units`.
+        data: mode; see `check_mode`.
+        precision: dtypes of the forward; see `Precision`.
+        offload: "cpu" to keep shards and their gradients in the memory of the host.
+
+    Communication:
+        None here but the making of groups. Each unit all-gathers its parameters before its forward and backward, and
+        reduce-scatters their gradients after its backward; copies all-reduce them. 0-d parameters, those whose dtype
+        is not the one most of their unit has, and under `precision` the weights of batch norms, stay whole on every
+        rank; an all-reduce sums their gradients.
+
+    Raises:
+        SpecError: options that cannot work.
+    """
+    check_options(module, mesh, shard_modules, data=data, precision=precision, offload=offload)
+    told = Precision.read(precision)
     chosen = units(module, shard_modules)
     for m in module.modules():  # on each module, so that a part of the model can be loaded alone
-        m.register_load_state_dict_pre_hook(_shard_plain_values)
-    if summed.size() == 1 or next(module.parameters(), None) is None:
+        m.register_load_state_dict_pre_hook(shard_plain_values)
+    if data == "none" and axis_size(mesh, "data") > 1:
+        _warn_of_none(mesh)
+    lies, summed = parameter_mesh(mesh, data)
+    alone = summed.size() == 1 and told is None and offload is None
+    if alone or next(module.parameters(), None) is None:
         return
-    left = _replicate_odd(module, chosen, summed)
+    shards = Shards(lies, summed)
+    unrounded_units = _unrounded_units(module) if told else []
+    chosen = [u for u in inner_first(module, [*chosen, *unrounded_units]) if u is not module]
+    as_they_are = unrounded(module) if told else {}
+    left = _replicate_odd(module, chosen, lies, kept_whole(module) if told else set())
     private.keep_missing_gradients()
-    shards = _Shards(summed)
     for unit in [*chosen, module]:
+        full = any(unit is u for u in unrounded_units)
         # The root, too, frees its parameters after the forward: were they still there, `torch.autograd.grad` of them
         # would give this rank's parts without a word. So it is an error ("not used in the graph").
-        shard = functools.partial(fully_shard, unit, mesh=summed, ignored_params=left, reshard_after_forward=True)
+        shard = functools.partial(
+            fully_shard,
+            unit,
+            mesh=lies,
+            ignored_params=left,
+            reshard_after_forward=True,
+            mp_policy=_policy(unit, None if full else told, told),
+            offload_policy=_offload_policy(offload, mesh),
+        )
         inside = [u for u in [*chosen, module] if u in set(unit.modules())]
-        kept = _Unit(unit, inside, shards)
+        own = _held_by(unit, left)
+        kept = _Unit(unit, inside, own, shards, told.params if told else None, _output(unit, module, told))
         private.new_hooks(unit, shard, kept.before, kept.after)
     for owner in module.modules():
         if any(isinstance(p, DTensor) for p in owner.parameters(recurse=False)):
-            owner.__class__ = _reading_plain(type(owner))  # type: ignore[arg-type]
-            owner.__dict__[_SHARDS] = shards
+            names = frozenset(as_they_are.get(id(owner), ()))
+            reading = Reading(told.params, told.reduce, names) if told else Reading()
+            owner.__class__ = reading_plain(type(owner), reading)  # type: ignore[arg-type]
+            owner.__dict__[SHARDS] = shards
+        if told:
+            round_computed(owner, told.params)
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.set_gradient_divide_factor(1.0)
             m.set_force_sum_reduction_for_comms(True)
 
 
-def _replicate_odd(module: nn.Module, chosen: Sequence[nn.Module], mesh: DeviceMesh) -> set[nn.Parameter]:
+def _warn_of_none(mesh: DeviceMesh) -> None:
+    warnings.warn(
+        explain(
+            'parallelize: data="none" does not add up gradients over data.',
+            got=f"{axis_size(mesh, 'data')} data ranks",
+            needs="whoever calls it to bring their parameters together: each has the gradient of its part of the "
+            "batch alone, and after a step its own parameters",
+            fix='data="ddp" for copies that stay equal; data="none" with data=1',
+        ),
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def _offload_policy(offload: object, mesh: DeviceMesh) -> OffloadPolicy:
+    if offload not in (None, "cpu"):
+        got, needs = f"offload={offload!r}", '"cpu", or None'
+        raise SpecError(explain("parallelize: unknown offload.", got=got, needs=needs, fix='offload="cpu"'))
+    # On a mesh of CPUs shards lie there anyway; pinned memory is what a copy to a device wants.
+    return OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _unrounded_units(root: nn.Module) -> list[nn.Module]:
+    """List the modules that are gathered by themselves since they compute weights from unrounded parameters."""
+    found = [m for m in root.modules() if computes_weights(m)]
+    alone = {id(m) for m in units(root, lambda m: any(m is n for n in found))} | {id(root)}
+    names = {id(m): name for name, m in root.named_modules()}
+    shared = [names[id(m)] for m in found if id(m) not in alone]
+    if shared:
+        raise SpecError(
+            explain(
+                "precision: a computed weight that two parts of the model share.",
+                got=shared[:5],
+                needs="spectral norms and parametrizations of their own for each layer: they are gathered unrounded",
+                fix="precision=None, or untie them",
+            )
+        )
+    return found
+
+
+def _policy(unit: nn.Module, told: Precision | None, whole: Precision | None) -> MixedPrecisionPolicy:
+    """Tell `fully_shard` the dtypes of a unit; inputs and outputs are cast by `_Unit`, in graphs too."""
+    main = _main_dtype([p for p in unit.parameters() if not isinstance(p, DTensor)])
+    if whole is None or main is None or not main.is_floating_point:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    params = None if told is None else told.params
+    return MixedPrecisionPolicy(param_dtype=params, reduce_dtype=whole.reduce, cast_forward_inputs=False)
+
+
+def _output(unit: nn.Module, root: nn.Module, told: Precision | None) -> torch.dtype | None:
+    if told is None:
+        return None
+    if isinstance(unit, parametrize.ParametrizationList):
+        return told.params
+    return told.output if unit is root else None
+
+
+def _main_dtype(params: Sequence[nn.Parameter]) -> torch.dtype | None:
+    sizes: Counter[torch.dtype] = Counter()
+    for p in params:
+        if p.dim():
+            sizes[p.dtype] += p.numel()
+    return max(sizes, key=lambda d: sizes[d], default=None)
+
+
+def _replicate_odd(
+    module: nn.Module, chosen: Sequence[nn.Module], mesh: DeviceMesh, also: set[int]
+) -> set[nn.Parameter]:
     """Keep whole on every rank what `fully_shard` refuses: 0-d parameters, and the lesser dtypes of a unit.
 
     They become replicated DTensors, as the optimizer wants beside sharded ones, and are plain tensors under the mode.
@@ -219,37 +261,37 @@ def _replicate_odd(module: nn.Module, chosen: Sequence[nn.Module], mesh: DeviceM
     for unit in [*chosen, module]:
         own = [p for p in unit.parameters() if id(p) not in seen]
         seen.update(map(id, own))
-        sizes: Counter[torch.dtype] = Counter()
-        for p in own:
-            if p.dim():
-                sizes[p.dtype] += p.numel()
-        main = max(sizes, key=lambda d: sizes[d], default=None)
-        odd |= {id(p): p for p in own if not p.dim() or p.dtype != main}
+        main = _main_dtype([p for p in own if id(p) not in also])
+        odd |= {id(p): p for p in own if not p.dim() or p.dtype != main or id(p) in also}
     twins: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, p in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(p) in odd:
                 if id(p) not in twins:
-                    value = DTensor.from_local(p.detach(), mesh, [Replicate()], run_check=False)
-                    twins[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+                    twins[id(p)] = nn.Parameter(_replicated(p, mesh), requires_grad=p.requires_grad)
                     twins[id(p)].__dict__.update(p.__dict__)
                 setattr(owner, name, twins[id(p)])
     return set(twins.values())
 
 
-@dataclass
-class _Shards:
-    """Hold what the units of one model share.
+def _held_by(unit: nn.Module, left: set[nn.Parameter]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """List where a unit holds the parameters that stay whole."""
+    return [
+        (owner, name, p)
+        for owner in unit.modules()
+        for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if p in left
+    ]
 
-    Args:
-        mesh: the ranks over which parameters are sharded.
-        away: the unit in whose forward the hooks of `fully_shard` stay away, if any.
-        replaced: what stands in the place of parameters in that forward.
-    """
 
-    mesh: DeviceMesh
-    away: nn.Module | None = None
-    replaced: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+def _replicated(p: nn.Parameter, mesh: DeviceMesh) -> DTensor:
+    """Give a parameter, which may be split over `tensor`, copies on all ranks of a mesh."""
+    copies = [Replicate()] * mesh.ndim
+    if not isinstance(p, DTensor):
+        return DTensor.from_local(p.detach(), mesh, copies, run_check=False)
+    both, placements = private.concatenate([mesh, p.device_mesh]), [*copies, *p.placements]
+    piece = p.to_local().detach()
+    return DTensor.from_local(piece, both, placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 @dataclass(frozen=True)
@@ -258,147 +300,57 @@ class _Unit:
 
     They stay out of graphs, which gather parameters themselves, and of a forward with other values in the place of
     parameters (`torch.func.functional_call`), which they would throw away.
+
+    Args:
+        module: the unit.
+        units: it and those within it.
+        left: where it holds parameters that `fully_shard` was told to leave.
+        shards: what it shares with the other units.
+        given: dtype that floating-point inputs are cast to.
+        output: dtype that floating-point outputs are cast to.
     """
 
     module: nn.Module
     units: Sequence[nn.Module]
-    shards: _Shards
+    left: Sequence[tuple[nn.Module, str, nn.Parameter]]
+    shards: Shards
+    given: torch.dtype | None
+    output: torch.dtype | None
 
     def before(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the hook that gathers parameters."""
 
-        def outside(*args: Any) -> Any:
+        def outside(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self.given is not None:
+                args, kwargs = cast(args, self.given), cast(kwargs, self.given)
             if torch.compiler.is_compiling():
-                return None
+                return None if self.given is None else (args, kwargs)
             if self.shards.away in (None, self.module):
                 found = [item for unit in self.units for item in private.replaced_parameters(unit)]
+                found += private.replaced(self.left)
                 self.shards.away, self.shards.replaced = self.module if found else None, found
                 for owner, name, value in found:
                     if not isinstance(value, DTensor):
-                        private.put_parameter(owner, name, _SummedGrad.apply(value, self.shards.mesh))
-            return hook(*args) if self.shards.away is None else None
+                        private.put_parameter(owner, name, summed_grad(value, self.shards.summed))
+            if self.shards.away is not None:
+                return args, kwargs
+            with self.shards.in_hook():
+                return hook(module, args, kwargs)
 
         return outside
 
     def after(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the hook that frees parameters."""
 
-        def outside(*args: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return None
-            if self.shards.away is None:
-                return hook(*args[:-1], _kept(args[-1], self.module))
-            if self.shards.away is self.module:
-                for owner, name, value in self.shards.replaced:
-                    private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
-                self.shards.away, self.shards.replaced = None, []
-            return None
+        def outside(module: nn.Module, given: Any, output: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                if self.shards.away is None:
+                    with self.shards.in_hook():
+                        output = hook(module, given, kept(output, module))
+                elif self.shards.away is self.module:
+                    for owner, name, value in self.shards.replaced:
+                        private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
+                    self.shards.away, self.shards.replaced = None, []
+            return cast(output, self.output)
 
         return outside
-
-
-def _kept(output: Any, unit: nn.Module) -> Any:
-    """Copy what a unit returns of its parameters themselves, or views of them: their memory is freed now."""
-    freed = {_memory(p) for p in unit.parameters() if not isinstance(p, DTensor) or weights.is_split(p)} - {0}
-    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and _memory(x) in freed else x, output)
-
-
-def _memory(x: Tensor) -> int:
-    """Give the address of the memory that a tensor, or this rank's piece of it, is a view of."""
-    with torch.no_grad():
-        piece = x.to_local() if isinstance(x, DTensor) else x
-    return piece.untyped_storage().data_ptr() if piece.layout is torch.strided and not piece.is_meta else 0
-
-
-class _SummedGrad(torch.autograd.Function):
-    """Let a plain value stand for a parameter: it is the whole, and the parts of its gradient are added up."""
-
-    @staticmethod
-    def forward(ctx, w, mesh):  # type: ignore[no-untyped-def]
-        ctx.mesh = mesh
-        return w.view_as(w)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
-        total = all_reduce(g, ctx.mesh.get_group(), SUMMED, "|functional_call", kind="parameters", backward=True)
-        return total, None
-
-
-@functools.lru_cache(maxsize=4096)
-def _reading_plain(cls: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of a module whose parameters are plain tensors for a forward: all of them in a graph.
-
-    Outside of graphs `fully_shard` puts plain parameters in place, but for those that it was told to leave.
-    """
-    if cls.__dict__.get("_meshpar_plain"):
-        return cls
-
-    def __getattr__(self: nn.Module, name: str) -> Any:
-        value = cls.__getattr__(self, name)
-        if isinstance(value, DTensor) and private.holds_parameter(self, name):
-            if torch.compiler.is_compiling():
-                return as_node(whole_parameter, PLAIN, value) if is_tracing() else value
-            shards: _Shards = self.__dict__[_SHARDS]
-            if is_on() and (shards.away is not None or all(p.is_replicate() for p in value.placements)):
-                return whole_parameter(value)
-        return value
-
-    names = {"_meshpar_plain": True, "__module__": cls.__module__, "__doc__": cls.__doc__, "__getattr__": __getattr__}
-    return type(cls.__name__, (cls,), names)
-
-
-@direct
-def whole_parameter(w: DTensor) -> Tensor:
-    """Give a parameter as a plain tensor; the parts of its gradient are added up.
-
-    Communication:
-        Forward an all-gather of a sharded parameter, backward a reduce-scatter; an all-reduce of a replicated one.
-    """
-    return _Whole.apply(w)  # type: ignore[no-any-return]
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w):  # type: ignore[no-untyped-def]
-        (placement,), mesh = w.placements, w.device_mesh
-        ctx.request = placement, mesh, w.shape, w.stride()
-        piece = w.to_local()
-        if not isinstance(placement, Shard):
-            return piece.detach().clone()
-        dim, n, p = placement.dim, w.shape[placement.dim], mesh.size()
-        rows = -(-n // p)
-        piece = _padded(piece, dim, rows).movedim(dim, 0)
-        whole = all_gather(piece, mesh.get_group(), SUMMED, "|fully_shard", kind="parameters")
-        return whole.flatten(0, 1).narrow(0, 0, n).movedim(0, dim).clone()
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
-        placement, mesh, shape, stride = ctx.request
-        group, p = mesh.get_group(), mesh.size()
-        if isinstance(placement, Shard):
-            dim, n = placement.dim, shape[placement.dim]
-            rows = -(-n // p)
-            parts = _padded(g, dim, rows * p).movedim(dim, 0).unflatten(0, (p, rows))
-            a, b = chunks(n, p)[mesh.get_local_rank()]
-            total = sum_scatter(parts, group, SUMMED, "|fully_shard", kind="parameters", backward=True)
-            total = total.narrow(0, 0, b - a).movedim(0, dim)
-        else:
-            total = all_reduce(g, group, SUMMED, "|fully_shard", kind="parameters", backward=True)
-        return DTensor.from_local(total, mesh, [placement], run_check=False, shape=shape, stride=stride)
-
-
-def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
-    """Add rows of zeros up to a number."""
-    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, rows - x.shape[dim]])
-
-
-def _shard_plain_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Cut the plain values of a one-process state dict to the shards that the model holds."""
-    for name, p in module.named_parameters(recurse=False):
-        value = state_dict.get(prefix + name)
-        if isinstance(p, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            if value.shape != p.shape:
-                continue  # torch names the key and both shapes
-            state_dict[prefix + name] = distribute_tensor(
-                value.to(p.device), p.device_mesh, p.placements, src_data_rank=None
-            )

@@ -27,11 +27,17 @@ AXES = ("data", "domain", "tensor")
 DOMAIN = {"domain_d": -3, "domain": -2, "domain_w": -1}
 """The axes that can share out space, in mesh order, and the dim that each shards in a tensor of images or volumes."""
 
+FURTHER = ("replica", "domain_d", "domain_w")
+"""What a spec may name besides; `replica` divides the axis data, for parameters alone."""
+
 SUMMED = "data_domain"
 """The name of the flattened mesh of data x domain axes: gradients of parameters are summed over it."""
 
 SPACE = "space"
 """The name of the flattened mesh of the domain axes, where there are several."""
+
+_REPLICAS = "_meshpar_replicas"
+"""Name of the attribute in which a mesh keeps the number of its replicas."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +51,9 @@ class MeshSpec:
         tensor: ranks that share out the channels of one layer.
         domain_w: ranks that share out the columns (longitude, dim -1).
         domain_d: ranks that share out the depth of volumes (dim -3).
+        replica: copies of the parameters, for `parallelize(data="hsdp")`. Each copy is shared out over `data` x domain
+            ranks; all of them share out the batch. So the axis data of the mesh has `replica * data` ranks, the ranks
+            of one copy next to each other.
 
     Raises:
         SpecError: a size is not an integer, is zero or below -1, two are -1, or a domain dim that is unknown.
@@ -56,6 +65,8 @@ class MeshSpec:
         MeshSpec(data=4, domain=2, tensor=1)
         >>> MeshSpec(data=1, domain={-2: 2, -1: 3})
         MeshSpec(data=1, domain=2, domain_w=3, tensor=1)
+        >>> MeshSpec.parse("replica=2").resolve(8)
+        MeshSpec(replica=2, data=4, domain=1, tensor=1)
     """
 
     data: int = -1
@@ -63,6 +74,7 @@ class MeshSpec:
     tensor: int = 1
     domain_w: int = 1
     domain_d: int = 1
+    replica: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.domain, Mapping):
@@ -91,9 +103,10 @@ class MeshSpec:
             object.__setattr__(self, axis, by_dim.get(dim, 1))
 
     def sizes(self) -> dict[str, int]:
-        """Give the size of each axis, in mesh order; further domain axes where they are used."""
-        further = {axis for axis in ("domain_d", "domain_w") if getattr(self, axis) != 1}
-        return {axis: getattr(self, axis) for axis in ("data", *DOMAIN, "tensor") if axis in AXES or axis in further}
+        """Give the size of each axis, in mesh order; replicas and further domain axes where they are used."""
+        further = {axis for axis in FURTHER if getattr(self, axis) != 1}
+        order = ("replica", "data", *DOMAIN, "tensor")
+        return {axis: getattr(self, axis) for axis in order if axis in AXES or axis in further}
 
     def __repr__(self) -> str:
         return f"MeshSpec({', '.join(f'{axis}={size}' for axis, size in self.sizes().items())})"
@@ -113,7 +126,7 @@ class MeshSpec:
         if isinstance(text, MeshSpec):
             return text
         pairs = list(text.items()) if isinstance(text, Mapping) else list(_pairs(text))
-        unknown = [str(axis) for axis, _ in pairs if axis not in AXES and axis not in DOMAIN]
+        unknown = [str(axis) for axis, _ in pairs if axis not in AXES and axis not in FURTHER]
         if unknown:
             raise SpecError(_spec_text(text, got=[f"unknown axis {u!r}" for u in unknown], needs=_known()))
         names = [axis for axis, _ in pairs]
@@ -150,7 +163,7 @@ class MeshSpec:
 
 
 def _known() -> str:
-    return f"axes out of {', '.join(AXES)}, and domain_w or domain_d, each named once"
+    return f"axes out of {', '.join(AXES)}, domain_w, domain_d and replica, each named once"
 
 
 def _spec_text(spec: object, *, got: list[str], needs: str, fix: str = 'e.g. "data=2,domain=4"') -> str:
@@ -176,6 +189,7 @@ def _nearest(spec: MeshSpec, world_size: int) -> list[MeshSpec]:
     """List up to three specs that fit the world, the ones nearest to what was asked first."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     further = {axis: size for axis, size in spec.sizes().items() if axis not in AXES}
+    further = {axis: max(size, 1) for axis, size in further.items()}
     world_size //= math.prod(further.values()) if world_size % math.prod(further.values()) == 0 else 1
     fits = [
         MeshSpec(world_size // (domain * tensor), domain, tensor, **further)
@@ -185,7 +199,7 @@ def _nearest(spec: MeshSpec, world_size: int) -> list[MeshSpec]:
     ]
 
     def distance(other: MeshSpec) -> float:
-        pairs = zip(spec.sizes().values(), other.sizes().values(), strict=True)
+        pairs: list[tuple[int, int]] = [(size, getattr(other, axis)) for axis, size in spec.sizes().items()]
         return sum(abs(a - b) / max(a, b) for a, b in pairs if a != -1)
 
     return sorted(fits, key=distance)[:3]
@@ -202,7 +216,7 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
 
     Returns:
         A `DeviceMesh` whose `mesh_dim_names` are ("data", "domain", "tensor"), with "domain_d" before and "domain_w"
-        after "domain" where the spec has them.
+        after "domain" where the spec has them. Replicas are no axis of it, see `replicas`.
 
     Communication:
         The making of the groups, and one tiny ring of sends on every axis: on NCCL the first batched send of a
@@ -219,10 +233,17 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
     device_type = _checked_device_type(device_type or runtime.default_device_type())
     runtime.ensure_process_group(device_type)
     sizes = resolved.sizes()
+    sizes["data"] *= sizes.pop("replica", 1)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    setattr(mesh, _REPLICAS, resolved.replica)
     _flatten(mesh)
     _warm(mesh)
     return mesh
+
+
+def replicas(mesh: DeviceMesh) -> int:
+    """Give the number of copies of the parameters that a mesh was made for (`MeshSpec(replica=...)`), else 1."""
+    return int(getattr(mesh, _REPLICAS, 1))
 
 
 def _flatten(mesh: DeviceMesh) -> None:
@@ -235,6 +256,12 @@ def _flatten(mesh: DeviceMesh) -> None:
 def summed_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Give the flattened mesh of data x domain axes, over which the gradients of parameters are summed."""
     return private.flatten(mesh, summed_axes(mesh), SUMMED)
+
+
+def space_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the ranks of one data coordinate (and one tensor coordinate) as a mesh of one axis."""
+    axes = space_axes(mesh)
+    return mesh[axes[0]] if len(axes) == 1 else private.flatten(mesh, axes, SPACE)
 
 
 def space_axes(mesh: DeviceMesh) -> tuple[str, ...]:

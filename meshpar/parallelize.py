@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.batch import Layout, shard_batch
-from meshpar.data import fully_shard_over, make_equal, own_tensors
+from meshpar.data import check_options, fully_shard_over
 from meshpar.errors import SpecError, explain
+from meshpar.initial import make_equal, own_tensors
 from meshpar.mesh import MeshSpec, make_mesh
+from meshpar.precision import Precision
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
-from meshpar.tensor import is_packed_plan, splits_for, tensor_parallel
+from meshpar.tensor import is_packed_plan, read_split, splits_for, tensor_parallel
 
 
 def parallelize(
@@ -24,6 +26,8 @@ def parallelize(
     *,
     data: str = "fsdp",
     shard_modules: Any = "auto",
+    precision: Precision | str | None = None,
+    offload: str | None = None,
     on_gather: str = "warn",
     inputs: Layout = None,
     batch_statistics: str = "global",
@@ -34,8 +38,12 @@ def parallelize(
     Args:
         model: any module; it is not touched. Its values on rank 0 become those of all ranks.
         mesh: `"data=2,domain=4"`, a mapping, a `MeshSpec` or a `DeviceMesh` of `make_mesh`.
-        data: how parameters lie over data x domain; "fsdp" shards them.
-        shard_modules: which modules are gathered as one; see `meshpar.data.units`.
+        data: how parameters lie over data x domain. "fsdp" shards them, "ddp" keeps a copy on every rank, "hsdp" keeps
+            as many copies as the mesh has replicas (`"replica=2,data=4"`) and shards each; "none" keeps copies whose
+            gradients are not added up over data.
+        shard_modules: which modules are gathered as one; see `meshpar.units.units`.
+        precision: dtypes of the forward: "bf16", "fp16" or a `Precision`; None for those of the model.
+        offload: "cpu" to keep parameters, their gradients and what the optimizer holds in the memory of the host.
         on_gather: "warn" once per call site about an op that has no rule, "error", or "allow".
         inputs: layouts of the inputs of `forward`: one string for all tensors, a sequence by position, or a mapping
             by name; `default_layout` for those not named.
@@ -59,8 +67,9 @@ def parallelize(
         >>> model(torch.zeros(1, 1, 5, 8)).shape
         torch.Size([1, 1, 5, 8])
     """
-    _check(model, data)
+    _check(model)
     the_mesh = make_mesh(mesh)
+    check_options(model, the_mesh, shard_modules, data=data, precision=precision, offload=offload)
     splits = splits_for(model, tensor_plan, the_mesh)
     policy = Policy(
         on_gather=on_gather, mesh=the_mesh, batch_statistics=batch_statistics, packed=is_packed_plan(splits)
@@ -71,11 +80,12 @@ def parallelize(
     make_equal(parallel, the_mesh)
     tensor_parallel(parallel, the_mesh, splits)
     with_entry(parallel, entry, policy)
-    fully_shard_over(parallel, the_mesh, shard_modules)
+    fully_shard_over(parallel, the_mesh, shard_modules, data=data, precision=precision, offload=offload)
+    read_split(parallel, the_mesh, splits)
     return parallel
 
 
-def _check(model: object, data: str) -> None:
+def _check(model: object) -> None:
     if not isinstance(model, nn.Module):
         text = explain(
             "parallelize: not a module.",
@@ -83,9 +93,6 @@ def _check(model: object, data: str) -> None:
             needs="a torch.nn.Module",
             fix="give the model itself",
         )
-        raise SpecError(text)
-    if data != "fsdp":
-        text = explain("parallelize: unknown data.", got=f"data={data!r}", needs='"fsdp"', fix='data="fsdp"')
         raise SpecError(text)
     state = state_of(model)
     if state is not None:

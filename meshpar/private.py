@@ -48,6 +48,20 @@ def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     return mesh[axes]._flatten(name)
 
 
+def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Give a mesh of one axis several (public when `DeviceMesh.unflatten` comes); the same one at every call."""
+    made: dict[Any, DeviceMesh] = mesh._get_root_mesh().__dict__.setdefault("_meshpar_unflattened", {})
+    key = mesh.mesh_dim_names, sizes, names
+    if key not in made:
+        made[key] = mesh._unflatten(0, sizes, names)
+    return made[key]
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Put meshes that were cut from one into one, their axes in order (public when `DeviceMesh.concatenate` comes)."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
 def group_by_name(name: str) -> dist.ProcessGroup:
     """Find a process group by its `group_name` (public when custom ops take groups as arguments)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
@@ -293,6 +307,11 @@ def new_hooks(
             table[key] = wrap(table[key])
 
 
+def pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """List what runs before the forward of a module (no public name is planned)."""
+    return list(module._forward_pre_hooks.values())
+
+
 PART_SETTERS = tuple(getattr(torch.Tensor, part).__set__ for part in ("real", "imag"))
 """What `x.real = y` and `x.imag = y` stand for."""
 
@@ -340,14 +359,24 @@ def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, 
     for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         for param in group.fsdp_params:
             info = param._module_info
-            value = info.module._parameters.get(info.param_name)
-            if (
-                value is not None
-                and value is not param.sharded_param
-                and value is not getattr(param, "_unsharded_param", None)
-            ):
-                found.append((info.module, info.param_name, value))
+            held = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            for owner, name in held:
+                value = owner._parameters.get(name)
+                if (
+                    value is not None
+                    and value is not param.sharded_param
+                    and value is not getattr(param, "_unsharded_param", None)
+                ):
+                    found.append((owner, name, value))
     return found
+
+
+def replaced(
+    held: Sequence[tuple[torch.nn.Module, str, torch.Tensor]],
+) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """List what stands where modules held parameters, if it is something else."""
+    now = [(module, name, module._parameters.get(name), p) for module, name, p in held]
+    return [(module, name, value) for module, name, value, p in now if value is not None and value is not p]
 
 
 def holds_parameter(module: torch.nn.Module, name: str) -> bool:

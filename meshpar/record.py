@@ -160,6 +160,11 @@ def here(op: str) -> str:
     return f"{_PATH[-1]}|{op}" if _PATH else f"|{op}"
 
 
+def is_inside() -> bool:
+    """Tell whether the forward of a module runs."""
+    return bool(_PATH)
+
+
 def where() -> str:
     """Give the path of the module that runs now."""
     return _PATH[-1] if _PATH else ""

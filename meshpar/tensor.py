@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
 from meshpar import packed, private, weights
@@ -27,8 +27,10 @@ from meshpar.autoplan import auto_plan
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
 from meshpar.mesh import axis_size
+from meshpar.registry import policy as current_policy
 from meshpar.rewrite import STATE, quietly
 from meshpar.spmd import Spmd, is_on
+from meshpar.traced import as_node, direct, is_tracing
 
 STYLES = ("colwise", "rowwise", "packed", "replicate")
 """colwise splits the output channels of a layer, rowwise its input channels, packed the channels of each of the equal
@@ -37,7 +39,8 @@ parts of a fused layer ("packed" for queries, keys and values, "packed:2" for ga
 _SPLITS = "_meshpar_splits"
 """Name of the attribute in which a module keeps how its weights are split."""
 
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,8 @@ def _text(wrong: list[str]) -> str:
     return explain(
         "tensor_plan: cannot be used.",
         got=wrong,
-        needs=f"globs of module names to one of {STYLES} (packed:N for N parts), for Linear, Conv1d to 3d, Embedding "
-        "and MultiheadAttention, whose channels the ranks of tensor share out equally",
+        needs=f"globs of module names to one of {STYLES} (packed:N for N parts), for Linear, Conv1d to 3d (transposed "
+        "too), Embedding and MultiheadAttention, whose channels the ranks of tensor share out equally",
         fix='e.g. {"blocks.*.mlp.fc1": "colwise", "blocks.*.mlp.fc2": "rowwise"}, fewer ranks of tensor, or leave the '
         "layer out",
     )
@@ -139,16 +142,19 @@ def _splits_of(module: nn.Module, style: object, ranks: int) -> dict[str, dict[s
     else:
         msg = f"a {type(module).__name__} has no style {style!r}"
         raise _Unfit(msg)
-    dims = (1, 0) if isinstance(module, nn.Embedding) else (0, 1)
+    groups = getattr(module, "groups", 1)
+    turned = isinstance(module, nn.Embedding) or (isinstance(module, _TRANSPOSED) and groups == 1)
+    dims = (1, 0) if turned else (0, 1)
     parts = _parts(module, number, sizes) if name == "packed" else 1
     if name == "packed" and isinstance(module, nn.Embedding):
         msg = "an Embedding has no parts"
         raise _Unfit(msg)
-    if name == "rowwise" and getattr(module, "groups", 1) > 1:
-        msg = f"its {module.groups} groups of channels cannot be split by rows"
+    if name != "colwise" and groups > 1:
+        msg = f"its {groups} groups of channels cannot be split {'by rows' if name == 'rowwise' else 'in parts'}"
         raise _Unfit(msg)
     side = "in" if name == "rowwise" else "out"
-    _check_divides(sizes[side], ranks * parts, f"{side} channels", parts)
+    for each in ("in", "out") if groups > 1 else (side,):
+        _check_divides(sizes[each], ranks * parts, f"{each} channels", parts)
     dim = dims[1] if name == "rowwise" else dims[0]
     split = Split(dim, parts, style)
     held: dict[str, dict[str, Split]] = {}
@@ -218,8 +224,11 @@ def _shape(module: Any, name: str) -> tuple[int, ...]:
     elif isinstance(module, nn.Embedding):
         shape = (module.num_embeddings, module.embedding_dim)
     else:
-        shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
-    return shape if name == "weight" else shape[:1]
+        ends = (module.out_channels, module.in_channels // module.groups)
+        if isinstance(module, _TRANSPOSED):
+            ends = (module.in_channels, module.out_channels // module.groups)
+        shape = (*ends, *module.kernel_size)
+    return shape if name == "weight" else (module.out_channels if hasattr(module, "out_channels") else shape[0],)
 
 
 def _torn_ties(model: nn.Module, splits: Splits) -> list[str]:
@@ -278,6 +287,15 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
             if id(p) not in memo:
                 memo[id(p)] = _split(p, mesh, split.dim)
             setattr(owner, name, memo[id(p)])
+
+
+def read_split(model: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
+    """Let split weights be activations for a forward, in place, after `fully_shard`, which gathers them split."""
+    if axis_size(mesh, "tensor") == 1:
+        return
+    modules = dict(model.named_modules())
+    for path, by_name in splits.items():
+        owner = modules[path]
         owner.__dict__[_SPLITS] = dict(by_name)
         private.wrap_pre_hooks(owner, functools.partial(_under_rules, owner=owner))
         owner.__class__ = _split_class(type(owner))
@@ -285,6 +303,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
 def _under_rules(hook: Callable[..., Any], owner: nn.Module) -> Callable[..., Any]:
     """Let a hook that makes a weight (the old spectral norm) meet the rules, at the root too, where no mode is on."""
+    if not hasattr(hook, "compute_weight"):
+        return hook
 
     @functools.wraps(hook, updated=())
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -315,11 +335,15 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __getattr__(self: nn.Module, name: str) -> Any:
         value: Any = cls.__getattr__(self, name)
-        split = self.__dict__[_SPLITS].get(name) if isinstance(value, DTensor) and is_on() else None
-        if split is None or value.device_mesh.mesh_dim_names != ("tensor",):
+        split = self.__dict__[_SPLITS].get(name) if isinstance(value, DTensor) else None
+        if split is None:
             return value
-        mesh = self.__dict__[STATE].policy.mesh
-        return packed.mark(weights.entered(value, mesh), split.parts)
+        policy = self.__dict__[STATE].policy
+        if torch.compiler.is_compiling():
+            return as_node(split_weight, policy, value) if is_tracing() else value
+        if not is_on() or value.device_mesh.mesh_dim_names != ("tensor",):
+            return value
+        return packed.mark(weights.entered(value, policy.mesh), split.parts)
 
     def extra_repr(self: nn.Module) -> str:
         styles = sorted({split.style for split in self.__dict__[_SPLITS].values()})
@@ -335,3 +359,11 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
         "extra_repr": extra_repr,
     }
     return type(cls.__name__, quietly(cls), names)
+
+
+@direct
+def split_weight(w: DTensor) -> DTensor:
+    """Give a weight of a graph as an activation; the parts of a fused one are not told apart there, which costs."""
+    mesh = current_policy().mesh
+    assert mesh is not None
+    return weights.entered(w, mesh)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshpar import packed, pieces
 from meshpar.intervals import Interval, chunks
+from meshpar.rules.spatial import settle
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Share:
         num_in: input channels in all.
         parts: equal parts of the output channels (see `meshpar.packed`).
         held: whether the input's channels are sharded by the axis; else they are whole on each of its ranks.
+        weight_dims: dims of the output and of the input channels in the weight.
     """
 
     mesh: DeviceMesh
@@ -41,6 +43,7 @@ class Share:
     num_in: int
     parts: int
     held: bool
+    weight_dims: tuple[int, int] = (0, 1)
 
     @property
     def reads(self) -> Interval:
@@ -65,14 +68,17 @@ def split_dim(w: object, axis: int) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def share_of(x: DTensor, weight: Tensor, channel: int, groups: int = 1) -> Share | None:
+def share_of(
+    x: DTensor, weight: Tensor, channel: int, groups: int = 1, weight_dims: tuple[int, int] = (0, 1)
+) -> Share | None:
     """Find how the channels of a layer are shared out over `tensor`; None where they are not, or cannot be.
 
     Args:
         x: input, global shape (..., channels in dim `channel`, ...).
         weight: global shape (out channels, in channels / groups, ...): plain, or split over `tensor`.
         channel: dim of the channels of x.
-        groups: groups of channels.
+        groups: groups of channels; dim 0 of the weight has all of them, dim 1 the channels of one.
+        weight_dims: dims of the output and of the input channels in the weight.
     """
     mesh = x.device_mesh
     axis = pieces.axes_of(mesh).index("tensor")
@@ -83,16 +89,16 @@ def share_of(x: DTensor, weight: Tensor, channel: int, groups: int = 1) -> Share
     held = pieces.shard_axes(x, channel) == [axis]
     if dim is None and not held:
         return None
-    num_out, num_in = weight.shape[0], weight.shape[1] * groups
+    num_out, num_in = (weight.shape[d] * (groups if d == 1 else 1) for d in weight_dims)
     if dim not in (None, 0, 1) or num_in != x.shape[channel]:
         return None
     if groups == 1:
-        kind = "out" if dim == 0 else "in"
+        kind = "out" if dim == weight_dims[0] else "in"
     elif parts == 1 and dim != 1 and _groups_stay_together(num_out, num_in, groups, ranks):
         kind = "groups"
     else:
         return None
-    return Share(mesh, axis, channel, kind, num_in, parts, held and kind != "out")
+    return Share(mesh, axis, channel, kind, num_in, parts, held and kind != "out", weight_dims)
 
 
 def _groups_stay_together(num_out: int, num_in: int, groups: int, ranks: int) -> bool:
@@ -139,7 +145,7 @@ def own_weight(w: Tensor, share: Share, placements: Sequence[Placement], op: str
         None, but for a fused weight: its rows change their ranks. The gradient of a plain weight is completed over
         the axis.
     """
-    dim = 1 if share.kind == "in" else 0
+    dim = 0 if w.dim() == 1 or share.kind == "groups" else share.weight_dims[1 if share.kind == "in" else 0]
     computing = share.computing(placements)
     if split_dim(w, share.axis) == dim:
         assert isinstance(w, DTensor)
@@ -150,10 +156,9 @@ def own_weight(w: Tensor, share: Share, placements: Sequence[Placement], op: str
         )
     full: Tensor = pieces.companion(w, share.mesh, computing)
     if share.parts > 1:
-        rows = packed.rows_of_parts(full.shape[0], share.mesh.size(share.axis), share.parts)
-        mine = rows[share.mesh.get_local_rank(share.axis)]
-        by_part: Tensor = full.unflatten(0, (share.parts, -1)).narrow(1, mine[0][0], mine[0][1])
-        return by_part.flatten(0, 1)
+        a, b = pieces.my_chunk(share.mesh, share.axis, full.shape[dim] // share.parts)
+        by_part: Tensor = full.unflatten(dim, (share.parts, -1)).narrow(dim + 1, a, b - a)
+        return by_part.flatten(dim, dim + 1)
     a, b = pieces.my_chunk(share.mesh, share.axis, full.shape[dim])
     return full.narrow(dim, a, b - a)
 
@@ -170,3 +175,69 @@ def added_up(out: Tensor, bias: Tensor | None, share: Share, placements: Sequenc
     computed = [Replicate() if axis == share.axis else p for axis, p in enumerate(placements)]
     b = pieces.companion(bias, share.mesh, computed)
     return out + b.view(-1, *[1] * (out.dim() - 1 - share.channel)).to(out.dtype)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Hold what a rank convolves, as far as channels go.
+
+    Args:
+        x: input, with dims that may stay sharded and no others.
+        piece: this rank's piece of the channels that it reads.
+        weight: this rank's share of the weight.
+        bias: to be added by the local convolution.
+        groups: groups of this rank's channels.
+        placements: of the output.
+        share: how channels are shared out over `tensor`, if they are.
+        bias_of_sum: to be added once parts are added up.
+    """
+
+    x: DTensor
+    piece: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    groups: int
+    placements: tuple[Placement, ...]
+    share: Share | None
+    bias_of_sum: Tensor | None
+
+    def finished(self, result: Tensor, shape: Sequence[int], op: str) -> DTensor:
+        """Make the output of what this rank convolved."""
+        if self.share is not None and self.share.kind == "in":
+            result = added_up(result, self.bias_of_sum, self.share, self.x.placements, op)
+        return pieces.whole(result, self.x.device_mesh, self.placements, shape)
+
+
+def convolution(
+    x: DTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    num_dims: int,
+    op: str,
+    *,
+    weight_dims: tuple[int, int] = (0, 1),
+) -> Convolution:
+    """Bring the channels of a convolution to where it wants them.
+
+    Communication:
+        None, but where channels lie otherwise over `tensor` (see `brought`, `own_weight`), or are sharded by another
+        axis: then they are gathered, and said.
+    """
+    first = x.dim() - num_dims
+    share = share_of(x, weight, first - 1, groups, weight_dims)
+    num_kept = first if share is not None and share.held else first - 1
+    x = x if share is None else brought(x, share, op)
+    x = settle(x, [*range(num_kept), *range(first, x.dim())], op, nested=range(first - 1))
+    placements = list(x.placements)
+    if share is None:
+        own = pieces.companion(weight, x.device_mesh, placements)
+        own_bias = None if bias is None else pieces.companion(bias, x.device_mesh, placements)
+        return Convolution(x, pieces.local(x), own, own_bias, groups, tuple(placements), None, None)
+    piece, own, own_bias = read(x, share), own_weight(weight, share, placements, op), None
+    if bias is not None and share.kind != "in":
+        own_bias = own_weight(bias, share, placements, op)
+    if share.kind == "groups":
+        groups = own.shape[0] * groups // weight.shape[0]
+    placements[share.axis] = share.placement
+    return Convolution(x, piece, own, own_bias, groups, tuple(placements), share, bias)

@@ -19,10 +19,9 @@ from meshpar import pieces
 from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.registry import rule
-from meshpar.rules import channels
-from meshpar.rules.channels import added_up, brought, read, share_of
+from meshpar.rules.channels import convolution
 from meshpar.rules.compact import halo_of, kept_once, shares_memory
-from meshpar.rules.spatial import settle, sharded_dims
+from meshpar.rules.spatial import sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
 from meshpar.traced import direct
 
@@ -77,38 +76,17 @@ def convolve(
     num_dims = int(op[-2])
     shape = checked_shape(_plain, x, num_dims, spec(weight), spec(bias), *options)
     first = x.dim() - num_dims
-    share = share_of(x, weight, first - 1, groups)
-    num_kept = first if share is not None and share.held else first - 1
-    keep = [*range(num_kept), *range(first, x.dim())]
-    x = x if share is None else brought(x, share, f"F.{op}")
-    x = settle(x, keep, f"F.{op}", nested=range(first - 1))
-    added: Tensor | None = None
-    if share is None:
-        piece, placements = pieces.local(x), list(x.placements)
-        own_weight = pieces.companion(weight, x.device_mesh, placements)
-        own_bias = None if bias is None else pieces.companion(bias, x.device_mesh, placements)
-    else:
-        piece, placements = read(x, share), list(x.placements)
-        own_weight = channels.own_weight(weight, share, placements, f"F.{op}")
-        added, own_bias = (bias, None) if share.kind == "in" else (None, bias)
-        own_bias = None if own_bias is None else channels.own_weight(own_bias, share, placements, f"F.{op}")
-        placements[share.axis] = share.placement
-        groups = piece.shape[first - 1] // own_weight.shape[1] if share.kind == "groups" else groups
+    own = convolution(x, weight, bias, groups, num_dims, f"F.{op}")
+    x, piece, own_weight, own_bias, groups = own.x, own.piece, own.weight, own.bias, own.groups
     mesh = x.device_mesh
-    options = (stride, padding, dilation, groups, padding_mode, op)
-
-    def finished(result: Tensor) -> Tensor:
-        if share is not None and share.kind == "in":
-            result = added_up(result, added, share, x.placements, f"F.{op}")
-        return pieces.whole(result, mesh, placements, shape)
-
     sharded = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= first}
     if not sharded:
-        return finished(_plain(piece, own_weight, own_bias, *options))
+        options = (stride, padding, dilation, groups, padding_mode, op)
+        return own.finished(_plain(piece, own_weight, own_bias, *options), shape, f"F.{op}")
     kernels = tuple(weight.shape[2:])
     strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
     pads = _pads(padding, kernels, dilations)
-    empty, own, halos, once = [], piece, [], True
+    empty, kept, halos, once = [], piece, [], True
     for dim, axis in sharded.items():
         i = dim - first
         n, p, out = x.shape[dim], mesh.size(axis), shape[dim]
@@ -122,17 +100,17 @@ def convolve(
         elif halos:
             once = once and piece is before
         else:
-            own = piece
+            kept = piece
         if piece.shape[dim] == 0:
             empty.append((dim, (kernels[i] - 1) * dilations[i] + 1))
     for dim, rows in empty:  # torch refuses a piece without rows: compute one output of zeros and cut it off
         piece = F.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, rows])
     inner = tuple((0, 0) if first + i in sharded else pad for i, pad in enumerate(pads))
-    with kept_once(piece, own, halos if once and not empty else []):
+    with kept_once(piece, kept, halos if once and not empty else []):
         result = _padded_conv(piece, own_weight, own_bias, strides, inner, dilations, groups, padding_mode, op)
     for dim, _ in empty:
         result = result.narrow(dim, 0, 0)
-    return finished(result)
+    return own.finished(result, shape, f"F.{op}")
 
 
 def _plain(

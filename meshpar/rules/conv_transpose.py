@@ -19,7 +19,8 @@ from meshpar.errors import explain
 from meshpar.gathering import gather_call
 from meshpar.intervals import FILL, Interval, Rows, chunks, merged, transposed_window
 from meshpar.registry import rule
-from meshpar.rules.spatial import settle, sharded_dims
+from meshpar.rules.channels import convolution
+from meshpar.rules.spatial import sharded_dims
 from meshpar.rules.windows import checked_shape, fetch_or_cut, per_dim, spec
 
 _CONVS: dict[int, Callable[..., Tensor]] = {
@@ -69,7 +70,7 @@ def convolve_transposed(
 
     Args:
         x: global shape (B, C, *spatial) or (C, *spatial).
-        weight: plain, equal on all ranks, or a DTensor.
+        weight: plain, equal on all ranks, or split over `tensor` (see `rules.channels`).
         bias: likewise, or None.
         stride: as in torch.
         padding: as in torch.
@@ -83,7 +84,8 @@ def convolve_transposed(
 
     Communication:
         One exchange for each sharded spatial dim: the rows that reach this rank's outputs and that other ranks own.
-        The backward sends their gradients home. Sharded channels are gathered.
+        The backward sends their gradients home. Channels over `tensor`: see `rules.channels`; sharded otherwise, they
+        are gathered.
 
     Raises:
         RuntimeError: what torch refuses on one process; on all ranks, before any communication.
@@ -96,11 +98,8 @@ def convolve_transposed(
     shape = checked_shape(function, x, num_dims, spec(weight), spec(bias), *options)
     _check_output_padding(op, *(per_dim(v, num_dims) for v in (output_padding, stride, dilation)))
     first = x.dim() - num_dims
-    x = settle(x, [*range(first - 1), *range(first, x.dim())], op, nested=range(first - 1))
-    mesh, placements = x.device_mesh, x.placements
-    own_weight = pieces.companion(weight, mesh, placements)
-    own_bias = None if bias is None else pieces.companion(bias, mesh, placements)
-    piece = pieces.local(x)
+    own = convolution(x, weight, bias, groups, num_dims, op, weight_dims=(1, 0))
+    x, piece, own_weight, own_bias, mesh = own.x, own.piece, own.weight, own.bias, own.x.device_mesh
     strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
     pads, extra = list(per_dim(padding, num_dims)), list(per_dim(output_padding, num_dims))
     cuts: list[tuple[int, int, int]] = []
@@ -121,12 +120,12 @@ def convolve_transposed(
             piece = F.pad(piece, [0, 0] * (x.dim() - 1 - dim) + [0, 1])
     sizes = [(piece.shape[dim] - 1) * s + (k - 1) * d + 1 for dim, s, k, d in _along(first, strides, weight, dilations)]
     inside = all(start >= 0 and start + num <= sizes[dim - first] for dim, start, num in cuts)
-    result = function(piece, own_weight, own_bias if inside else None, strides, pads, extra, groups, dilations)
+    result = function(piece, own_weight, own_bias if inside else None, strides, pads, extra, own.groups, dilations)
     for dim, start, num in cuts:
         result = _window(result, dim, start, num)
     if own_bias is not None and not inside:
         result = result + own_bias.view(-1, *[1] * num_dims)
-    return pieces.whole(result, mesh, placements, shape)
+    return own.finished(result, shape, op)
 
 
 def _check_output_padding(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar.batch import Layout, map_layouts, shard
-from meshpar.data import own_tensors
+from meshpar.initial import own_tensors
 from meshpar.parallelize import parallelize
 from meshpar.private import pytree
 from meshpar.record import record

@@ -1,4 +1,4 @@
-"""`auto_plan` finds MLPs and attention by the names and shapes of common libraries; what does not fit it leaves alone."""
+"""`auto_plan` finds MLPs and attention by names and shapes of common libraries, and leaves alone what does not fit."""
 
 import tensor_nets as nets
 import torch

@@ -71,6 +71,12 @@ def test_a_split_network_is_right(name):
     assert_equivalent(model, [make()], SPLIT[0], options={"tensor_plan": plan})
 
 
+@pytest.mark.parametrize("name", ["mlp", "convolutions"])
+def test_a_compiled_split_network_equals_one_process(name):
+    model, make, plan = CASES[name]
+    assert_equivalent(model, [make()], SPLIT[0], options={"tensor_plan": plan}, compiled="aot_eager")
+
+
 def moved(log, *, backward=False):
     """List what moved over `tensor`: op, kind and bytes of this rank."""
     return [(e.op, e.kind, e.num_bytes) for e in log.entries if e.axis == "tensor" and e.backward is backward]
@@ -187,6 +193,8 @@ class Drawn(nn.Module):
                     "strided": lambda: nn.Conv2d(width, width, 2, stride=2, padding=1, bias=False),
                     "depthwise": lambda: nn.Conv2d(width, width, 3, padding=1, groups=width),
                     "groups": lambda: nn.Conv2d(width, 2 * width, 1, groups=4),
+                    "transposed": lambda: nn.ConvTranspose2d(width, width, 3, stride=2, output_padding=1),
+                    "depthwise transposed": lambda: nn.ConvTranspose2d(width, width, 2, groups=width, bias=False),
                     "group norm": lambda: nn.GroupNorm(4, width),
                     "batch norm": lambda: nn.BatchNorm2d(width),
                     "up": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -222,6 +230,8 @@ STYLES = {
     "strided": ("colwise", "rowwise", None),
     "depthwise": ("colwise", None),
     "groups": ("colwise", None),
+    "transposed": ("colwise", "rowwise", "packed:2", None),
+    "depthwise transposed": ("colwise", None),
     "linear": ("colwise", "rowwise", None),
     "gated": ("packed:2", "colwise", "rowwise", None),
     "attention": ("colwise", None),

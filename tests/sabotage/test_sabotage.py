@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar import data, exchange, intervals, pieces, plans
+from meshpar import data, exchange, initial, intervals, pieces, plans
 from meshpar.intervals import FILL
 from meshpar.rules import reduce
 from meshpar.testing import Difference, assert_equivalent, assert_same, mesh_for, run_ranks
@@ -107,7 +107,7 @@ def weights_left_unequal() -> str:
         torch.manual_seed(0)
         assert_equivalent(net, [torch.randn(2, 2, 8, 5)], mesh_for("data=2,domain=2"))
 
-    return caught(check, mock.patch.object(data, "_broadcast", return_value=None))
+    return caught(check, mock.patch.object(initial, "_broadcast", return_value=None))
 
 
 def model_changed() -> str:
@@ -117,7 +117,7 @@ def model_changed() -> str:
     def broken(module) -> None:
         with torch.no_grad():
             next(module.parameters()).add_(1)
-        data.own_tensors(module)
+        initial.own_tensors(module)
 
     return caught(check_model, mock.patch.object(parallelize_module(), "own_tensors", broken)) if parallelize else ""
 
