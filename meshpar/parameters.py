@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshpar import pieces, private, record, runtime, weights
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.intervals import chunks
-from meshpar.private import pytree
 from meshpar.spmd import is_on
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
@@ -98,7 +97,7 @@ class _SummedGrad(torch.autograd.Function):
 def kept(output: Any, unit: nn.Module) -> Any:
     """Copy what a unit returns of its parameters themselves, or views of them: their memory is freed now."""
     freed = {_memory(p) for p in unit.parameters() if not isinstance(p, DTensor) or weights.is_split(p)} - {0}
-    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and _memory(x) in freed else x, output)
+    return private.map_output(lambda x: x.clone() if isinstance(x, Tensor) and _memory(x) in freed else x, output)
 
 
 def _memory(x: Tensor) -> int:

@@ -62,7 +62,7 @@ def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], k
             args, kwargs = state.entry(args, kwargs)
         with contextlib.nullcontext() if is_on() else Spmd(state.policy):
             out = forward(*args, **kwargs)
-        return out if state.entry is None else private.pytree.tree_map(functools.partial(_left, state.policy), out)
+        return out if state.entry is None else private.map_output(functools.partial(_left, state.policy), out)
 
 
 def _left(told: Policy, x: Any) -> Any:

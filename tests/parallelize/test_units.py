@@ -198,7 +198,12 @@ class Codes(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x):
-        return {"x": x * self.scale + self.book.weight, "book": [self.book.weight, self.scale], "n": self.scale.sum()}
+        return {
+            "x": x * self.scale + self.book.weight,
+            "book": [self.book.weight, self.scale],
+            "n": self.scale.sum(),
+            "shape": x.shape,
+        }
 
 
 class Reads(nn.Module):
