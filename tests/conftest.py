@@ -37,6 +37,7 @@ SLOW_NAMES = (
     "opcheck",
     "loss_curve",
     "twenty_steps",
+    "thirty_steps",
     "needs_no_launcher",
     "field_25",
     "two_sharded_dims",
