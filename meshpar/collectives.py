@@ -63,14 +63,19 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+def _summable(dtype: torch.dtype) -> torch.dtype:
+    """Give the dtype in which backends add up: none of them knows int16."""
+    return torch.int32 if dtype is torch.int16 else dtype
+
+
 @torch.library.impl("meshpar::all_reduce", "default")
 def _all_reduce(x: Tensor, group_name: str, axis: str, label: str, kind: str, backward: bool) -> Tensor:  # noqa: FBT001
     group = private.group_by_name(group_name)
-    total = x.detach().clone(memory_format=torch.contiguous_format)
+    total = x.detach().to(_summable(x.dtype), copy=True, memory_format=torch.contiguous_format)
     p = group.size()
     record.note(label, kind, axis, 2 * x.numel() * x.element_size() * (p - 1) // p, backward=backward)
     dist.all_reduce(_real(total), group=group)
-    return total
+    return total.to(x.dtype)
 
 
 @torch.library.impl("meshpar::all_gather", "default")
@@ -89,13 +94,13 @@ def _all_gather(x: Tensor, group_name: str, axis: str, label: str, kind: str, ba
 @torch.library.impl("meshpar::sum_scatter", "default")
 def _sum_scatter(x: Tensor, group_name: str, axis: str, label: str, kind: str, backward: bool) -> Tensor:  # noqa: FBT001
     group = private.group_by_name(group_name)
-    given = x.detach().contiguous()
+    given = x.detach().to(_summable(x.dtype)).contiguous()
     out = torch.empty_like(given[0])
     record.note(
         label, kind, axis, given.numel() * given.element_size() * (len(given) - 1) // len(given), backward=backward
     )
     private.reduce_scatter(_real(out).view(-1), _real(given).view(-1), group)
-    return out
+    return out.to(x.dtype)
 
 
 def _all_reduce_fake(x: Tensor, *_: object) -> Tensor:

@@ -25,7 +25,16 @@ from torch.nn.utils import parametrize
 from meshpar import private
 from meshpar.errors import SpecError, explain
 from meshpar.mesh import axis_size, replicas, space_mesh, summed_mesh
-from meshpar.parameters import SHARDS, Reading, Shards, lies_over_data, reading_plain, shard_plain_values, summed_grad
+from meshpar.parameters import (
+    SHARDS,
+    Reading,
+    Shards,
+    kept,
+    lies_over_data,
+    reading_plain,
+    shard_plain_values,
+    summed_grad,
+)
 from meshpar.precision import Precision, cast, computes_weights, kept_whole, round_computed, unrounded
 from meshpar.units import inner_first, units
 
@@ -346,7 +355,7 @@ class _Unit:
             if not torch.compiler.is_compiling():
                 if self.shards.away is None:
                     with self.shards.in_hook():
-                        output = hook(module, given, output)
+                        output = hook(module, given, kept(output, module))
                 elif self.shards.away is self.module:
                     for owner, name, value in self.shards.replaced:
                         private.put_parameter(owner, name, value)  # functional_call hands them back to its caller

@@ -6,7 +6,7 @@ each part. What the layer gives is a packed activation: functions that take the 
 reshape to (parts, ...)) do so without communication.
 
 Invariant: nothing but the functions in `_TAKES` ever meets a packed activation; for all others it is dealt out anew
-into the canonical layout first. Parts are equal.
+into the canonical layout first, and what they write is brought back. Parts are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshpar import pieces, private
 from meshpar.exchange import fetch
 from meshpar.intervals import Interval, chunks
 from meshpar.private import pytree
-from meshpar.registry import RULES, functions
+from meshpar.registry import RULES, find, functions, name_of, targets
 
 Caller = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -106,18 +106,45 @@ def dealt_out(x: DTensor) -> DTensor:
     return RULES[torch.Tensor.reshape].handler(apart(x)[0], x.shape)  # type: ignore[no-any-return]
 
 
+def _packed_like(like: DTensor, x: DTensor, op: str) -> DTensor:
+    """Bring an activation into the layout of a packed one, the transpose of `dealt_out`."""
+    with_parts, _ = apart(like)
+    x = pieces.moved(RULES[torch.Tensor.reshape].handler(x, with_parts.shape), with_parts.placements, op)
+    return pieces.whole(
+        pieces.local(x).reshape(pieces.local(like).shape), like.device_mesh, like.placements, like.shape
+    )
+
+
+def meets_packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call meets the numbers of a packed activation."""
+    if _only_looks(func):
+        return False
+    found: list[DTensor] = []
+    find((*args, *kwargs.values()), found)
+    return any(is_packed(x) for x in found)
+
+
 def call_with_packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Caller) -> Any:
     """Run a torch function that meets a packed activation; `call` runs a function of canonical ones."""
-    if _only_looks(func):
-        return call(func, args, kwargs)
     takes, first = _TAKES.get(func), args[0] if args else None
     others = (*args[1:], *kwargs.values())
     if takes is not None and isinstance(first, DTensor) and not any(is_packed(x) for x in others):
         result = takes(func, first, args[1:], kwargs, call)
         if result is not None:
             return result
-    args, kwargs = pytree.tree_map(lambda x: dealt_out(x) if is_packed(x) else x, (args, kwargs))
-    return call(func, args, kwargs)
+    dealt: dict[int, DTensor] = {}
+
+    def enter(x: Any) -> Any:
+        if not is_packed(x):
+            return x
+        return dealt.setdefault(id(x), dealt_out(x))
+
+    written = [x for x in targets(func, args, kwargs) if is_packed(x)]
+    result = call(func, *pytree.tree_map(enter, (args, kwargs)))
+    for x in written:
+        pieces.overwrite(x, _packed_like(x, dealt[id(x)], name_of(func)))
+    kept = {id(dealt[id(x)]): x for x in written}
+    return pytree.tree_map(lambda x: kept.get(id(x), x), result)
 
 
 def _only_looks(func: Callable[..., Any]) -> bool:
@@ -168,7 +195,7 @@ def _part(x: DTensor, dim: int, i: int) -> DTensor:
 
 def _glu(func: Callable[..., Any], x: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any], call: Caller) -> Any:
     """Gate one part by the other."""
-    halves = _cut(torch.chunk, x, (2, *args) if args else (2, -1), kwargs, call)
+    halves = _cut(torch.chunk, x, (2, args[0] if args else kwargs.get("dim", -1)), {}, call)
     if halves is None:
         return None
     return call(torch.mul, (halves[0], call(torch.sigmoid, (halves[1],), {})), {})

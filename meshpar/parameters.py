@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshpar import pieces, private, record, runtime
+from meshpar import pieces, private, record, runtime, weights
 from meshpar.accumulation import whole_or_waiting
 from meshpar.collectives import all_gather, all_reduce, sum_scatter
 from meshpar.intervals import chunks
@@ -96,6 +96,19 @@ class _SummedGrad(torch.autograd.Function):
     def backward(ctx, g):  # type: ignore[no-untyped-def]
         (name,) = pieces.axes_of(ctx.mesh)
         return all_reduce(g, ctx.mesh.get_group(), name, "|functional_call", kind="parameters", backward=True), None
+
+
+def kept(output: Any, unit: nn.Module) -> Any:
+    """Copy what a unit returns of its parameters themselves, or views of them: their memory is freed now."""
+    freed = {_memory(p) for p in unit.parameters() if not isinstance(p, DTensor) or weights.is_split(p)} - {0}
+    return private.map_output(lambda x: x.clone() if isinstance(x, Tensor) and _memory(x) in freed else x, output)
+
+
+def _memory(x: Tensor) -> int:
+    """Give the address of the memory that a tensor, or this rank's piece of it, is a view of."""
+    with torch.no_grad():
+        piece = x.to_local() if isinstance(x, DTensor) else x
+    return piece.untyped_storage().data_ptr() if piece.layout is torch.strided and not piece.is_meta else 0
 
 
 @functools.lru_cache(maxsize=4096)

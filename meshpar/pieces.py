@@ -291,6 +291,16 @@ def _nested(x: DTensor, target: Placements) -> DTensor:
     return whole(piece, mesh, target, x.shape)
 
 
+def is_constant(x: DTensor) -> bool:
+    """Tell whether a tensor is the same on all ranks but those of `tensor`, and no gradient is wanted of it."""
+    named = zip(axes_of(x.device_mesh), x.placements, strict=True)
+    same = all(
+        p.is_replicate() or (is_plain_shard(p) and (name == "tensor" or axis_size(x.device_mesh, name) == 1))
+        for name, p in named
+    )
+    return same and not (x.requires_grad and torch.is_grad_enabled())
+
+
 def full(x: DTensor, op: str) -> Tensor:
     """Give the whole of an activation, plain, on every rank; the gradient of it must be the same on all of them."""
     return local(moved(x, replicated(x.device_mesh), op))

@@ -31,6 +31,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytree = _pytree
 """Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
 
+
+def map_output(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of what a forward returned; a shape stays a `torch.Size`, which pytree loses.
+
+    Public when `torch.utils.pytree` comes.
+    """
+    return pytree.tree_map(function, tree, is_leaf=lambda x: isinstance(x, torch.Size))
+
+
 DYNAMO = "torch._dynamo"
 """The module that DTensor imports at its first op (its public face, `torch.compiler`, does not load it)."""
 

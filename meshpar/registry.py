@@ -198,3 +198,10 @@ def may_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return True
     at = inplace_position(func) if isinstance(func, FunctionType) else None
     return at is not None and len(args) > at and bool(args[at])
+
+
+def targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Give the tensors that a call writes into."""
+    if kwargs and (out := kwargs.get("out")) is not None:
+        return tuple(out) if isinstance(out, tuple | list) else (out,)
+    return (args or tuple(kwargs.values()))[:1] if may_write(func, args, kwargs) else ()

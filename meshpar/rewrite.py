@@ -7,6 +7,7 @@ its calls meet the rules.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from meshpar import packed, private, record
+from meshpar import packed, pieces, private, record
 from meshpar.errors import SpecError, explain
 from meshpar.registry import Policy
 from meshpar.spmd import Spmd, is_on
@@ -59,13 +60,21 @@ def run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], k
     with record.inside(state.path):
         if state.entry is not None:
             args, kwargs = state.entry(args, kwargs)
-        if is_on():
-            return forward(*args, **kwargs)
-        with Spmd(state.policy):
+        with contextlib.nullcontext() if is_on() else Spmd(state.policy):
             out = forward(*args, **kwargs)
-        if state.policy.packed and state.entry is not None:  # nobody outside knows the packed layout
-            out = private.pytree.tree_map(lambda x: packed.dealt_out(x) if packed.is_packed(x) else x, out)
-        return out
+        return out if state.entry is None else private.map_output(functools.partial(_left, state.policy), out)
+
+
+def _left(told: Policy, x: Any) -> Any:
+    """Give an output of the root as it is known outside: no packed layout, and no plain tensor made of parameters.
+
+    The gradient of a plain one would be this rank's part, which nobody outside is to know.
+    """
+    if told.packed and packed.is_packed(x):
+        return packed.dealt_out(x)
+    if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.requires_grad and told.mesh is not None:
+        return pieces.lift(x, told.mesh)
+    return x
 
 
 def _run_traced(state: State, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

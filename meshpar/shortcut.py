@@ -34,6 +34,7 @@ def install() -> None:
     """Open the short way, once in a process."""
     for op in ALIKE:
         private.set_dtensor_handler(op, _alike)
+    private.set_dtensor_handler(torch.ops.aten.view.default, _view)
 
 
 def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,6 +52,19 @@ def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     pieces = [private.piece_of(x) if isinstance(x, DTensor) else x for x in args]
     out = op(*pieces, **kwargs)
     return first if out is pieces[0] else private.like(first, out)
+
+
+def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View an activation as what it is, as autograd does where a function returns its input.
+
+    DTensor refuses it where there is no row, and for packed activations.
+    """
+    first = args[0]
+    if first.device_mesh.mesh_dim_names in OURS and tuple(args[1]) == tuple(first.shape):
+        piece = private.piece_of(first)
+        return private.like(first, op(piece, piece.shape))
+    with private.without_dtensor_handler(op):
+        return op(*args, **kwargs)
 
 
 def _lies_as(x: Tensor, first: DTensor) -> bool:

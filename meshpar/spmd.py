@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshpar import canvas, packed, pieces, private, record, views
+from meshpar import canvas, packed, pieces, private, record, views, weights
 from meshpar.errors import ShardingError, explain
 from meshpar.gathering import gather_call
 from meshpar.mesh import is_ours
@@ -32,6 +32,7 @@ from meshpar.registry import (
     pop,
     push,
     same_numbers,
+    targets,
 )
 
 
@@ -68,16 +69,19 @@ class Spmd(TorchFunctionMode):
                 return RULES[same_numbers].handler(func, args, kwargs, self.policy.mesh)
             return func(*args, **kwargs)
         ours = [x for x in found if is_ours(x.device_mesh)]
-        if not ours:
+        mesh = ours[0].device_mesh if ours else self._mesh_of_weights(func, found)
+        if mesh is None:
             return func(*args, **kwargs)
         if len(ours) != len(found):
-            args, kwargs = _adopt((args, kwargs), ours[0].device_mesh)
-        if any(x.device_mesh != ours[0].device_mesh for x in ours):
+            args, kwargs = weights.adopted((args, kwargs), mesh)
+        if any(x.device_mesh != mesh for x in ours):
             _refuse_meshes(func, ours)
-        run = _logged_call if record.is_open() else call
-        if self.policy.packed and any(packed.is_packed(x) for x in found):
-            return packed.call_with_packed(func, args, kwargs, run)
-        return run(func, args, kwargs)
+        return (_logged_call if record.is_open() else call)(func, args, kwargs)
+
+    def _mesh_of_weights(self, func: Callable[..., Any], found: list[DTensor]) -> DeviceMesh | None:
+        """Give the mesh of the model where a function computes with weights of its tensor plan and nothing else."""
+        known = self.policy.mesh is not None and any(weights.is_split(x) for x in found)
+        return self.policy.mesh if known and weights.computes(func) else None
 
 
 def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,24 +98,34 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     result = _laid_call(func, args, kwargs)
     if views.gives_views(func):
         views.remember(func, args, kwargs, result)
-    elif args and views.is_linked(args[0]) and may_write(func, args, kwargs):
+    elif args and views.is_linked(args[0]) and may_write(func, args, kwargs) and not _is_plain(func):
         views.after_write(args[0], _laid_call)
     return result
 
 
+def _is_plain(func: Callable[..., Any]) -> bool:
+    return func in RULES and RULES[func].status == "plain"
+
+
 def _laid_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function; a canvas that it writes into is laid out first."""
-    for target in _targets(func, args, kwargs):
+    """Run a torch function; packed activations are taken apart, and a canvas that it writes into is laid out, first."""
+    if policy().packed and packed.meets_packed(func, args, kwargs):
+        return packed.call_with_packed(func, args, kwargs, _laid_call)
+    written = targets(func, args, kwargs)
+    for target in written:
         if canvas.is_free(target):
             RULES[lay_canvas].handler(target, func, args)
+    if written and not any(isinstance(target, DTensor) for target in written) and func not in RANDOM:
+        found: list[DTensor] = []
+        find((*args, *kwargs.values()), found)
+        if all(pieces.is_constant(x) for x in found):  # means, say, that are kept in a buffer
+            args, kwargs = _plain_values((args, kwargs), name_of(func))
+            return func(*args, **kwargs)
     return _call(func, args, kwargs)
 
 
-def _targets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Give the tensors that a call writes into."""
-    if kwargs and (out := kwargs.get("out")) is not None:
-        return tuple(out) if isinstance(out, tuple | list) else (out,)
-    return (args or tuple(kwargs.values()))[:1] if may_write(func, args, kwargs) else ()
+def _plain_values(tree: Any, op: str) -> Any:
+    return pytree.tree_map(lambda x: pieces.full(x, op) if isinstance(x, DTensor) else x, tree)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,18 +141,6 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """The names of numpy that torch takes too."""
-
-
-def _adopt(tree: Any, mesh: DeviceMesh) -> Any:
-    """Bring DTensors of other meshes (parameters as the optimizer sees them) onto the mesh of the activations."""
-
-    def bring(x: Any) -> Any:
-        if isinstance(x, DTensor) and not is_ours(x.device_mesh):
-            full = x.full_tensor()
-            return pieces.whole(full, mesh, pieces.replicated(mesh), full.shape)
-        return x
-
-    return pytree.tree_map(bring, tree)
 
 
 def _refuse_meshes(func: Callable[..., Any], ours: list[DTensor]) -> None:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
-from meshpar import packed, pieces, private
+from meshpar import packed, private, weights
 from meshpar.autoplan import auto_plan
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import chunks
@@ -340,10 +340,10 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
             return value
         policy = self.__dict__[STATE].policy
         if torch.compiler.is_compiling():
-            return as_node(split_weight, policy, value, split.dim) if is_tracing() else value
+            return as_node(split_weight, policy, value) if is_tracing() else value
         if not is_on() or value.device_mesh.mesh_dim_names != ("tensor",):
             return value
-        return packed.mark(entered(value, policy.mesh, split.dim), split.parts)
+        return packed.mark(weights.entered(value, policy.mesh), split.parts)
 
     def extra_repr(self: nn.Module) -> str:
         styles = sorted({split.style for split in self.__dict__[_SPLITS].values()})
@@ -362,31 +362,8 @@ def _split_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @direct
-def split_weight(w: DTensor, dim: int) -> DTensor:
+def split_weight(w: DTensor) -> DTensor:
     """Give a weight of a graph as an activation; the parts of a fused one are not told apart there, which costs."""
     mesh = current_policy().mesh
     assert mesh is not None
-    return entered(w, mesh, dim)
-
-
-def entered(w: DTensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """Make an activation of a weight over `tensor`; its gradient obeys the convention of `pieces`.
-
-    Communication:
-        None forward; none backward, but where the gradient lies otherwise over `tensor`.
-    """
-    return _Enter.apply(w, mesh, dim)  # type: ignore[no-any-return]
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, w, mesh, dim):  # type: ignore[no-untyped-def]
-        ctx.request = w.device_mesh, dim, w.shape, w.stride()
-        placements = [Shard(dim) if axis == "tensor" else Replicate() for axis in pieces.axes_of(mesh)]
-        return pieces.whole(w.to_local(), mesh, placements, w.shape)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
-        over, dim, shape, stride = ctx.request
-        part: Tensor = pieces.part_of_split_gradient(g, dim)
-        return DTensor.from_local(part, over, [Shard(dim)], run_check=False, shape=shape, stride=stride), None, None
+    return weights.entered(w, mesh)

@@ -5,7 +5,8 @@ fetched, a copy; and even where it shares memory, autograd does not know of it. 
 of, weakly, and after a write into one of the two the other is brought in step.
 
 Invariant: after an in-place function on an activation, every view that torch would have changed has changed, with its
-gradient, or an error was raised. Tensors that nobody holds any more are left alone.
+gradient, or an error was raised. Tensors that nobody holds any more are left alone; what lies between two that are
+held, as in `x.flatten(2)[:, :, 1:3]`, is made again when it is needed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class View:
         args: its arguments after the first.
         kwargs: its keyword arguments.
         part: position among the tensors that it gave, None where it gave one.
+        above: how the base was made, where it is a view itself.
     """
 
     base: weakref.ref[DTensor]
@@ -59,6 +61,13 @@ class View:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     part: int | None
+    above: View | None
+
+    def made_of(self, base: DTensor, call: Call) -> DTensor:
+        """Make the view again, of a base."""
+        found = call(self.func, (base, *self.args), self.kwargs)
+        made: DTensor = found if self.part is None else found[self.part]
+        return made
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -85,9 +94,13 @@ def remember(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     parts = [(None, result)] if isinstance(result, Tensor) else list(enumerate(result))
     for part, x in parts:
         if isinstance(x, DTensor) and x is not base:
-            setattr(x, _VIEW, View(weakref.ref(base), func, args[1:], kwargs, part))
-            held = [ref for ref in base.__dict__.get(_VIEWS, ()) if ref() is not None]
-            setattr(base, _VIEWS, [*held, weakref.ref(x)])
+            view: View | None = View(weakref.ref(base), func, args[1:], kwargs, part, base.__dict__.get(_VIEW))
+            setattr(x, _VIEW, view)
+            while view is not None:
+                if (held := view.base()) is not None:
+                    alive = [ref for ref in held.__dict__.get(_VIEWS, ()) if ref() is not None]
+                    setattr(held, _VIEWS, [*alive, weakref.ref(x)])
+                view = view.above
 
 
 def _is_basic(index: Any) -> bool:
@@ -114,23 +127,41 @@ def after_write(target: DTensor, call: Call, skip: DTensor | None = None) -> Non
     Raises:
         ShardingError: a write into a view of a kind that cannot be carried back to a tensor that is still held.
     """
-    view: View | None = target.__dict__.get(_VIEW)
-    base = view.base() if view is not None else None
-    if view is not None and base is not None and base is not skip and _differ(base, target):
-        _write_back(base, view, target, call)
+    base, steps = _lineage(target)
+    if base is not None and base is not skip and _differ(base, target):
+        between = [base]
+        for view in steps[:-1]:
+            between.append(view.made_of(between[-1], call))
+        value = target
+        for holder, view in zip(reversed(between), reversed(steps), strict=True):
+            _write_back(holder, view, value, call)
+            value = holder
         after_write(base, call, skip=target)
     for x in _views_of(target):
         if x is not skip and _differ(x, target):
-            made: View = x.__dict__[_VIEW]
-            again = call(made.func, (target, *made.args), made.kwargs)
-            _copy(x, again if made.part is None else again[made.part], call)
+            again = target
+            for view in _lineage(x)[1]:
+                again = view.made_of(again, call)
+            _copy(x, again, call)
             after_write(x, call, skip=target)
 
 
+def _lineage(x: DTensor) -> tuple[DTensor | None, list[View]]:
+    """Give the nearest tensor that is still held of those that x is a view of, and the steps from it to x."""
+    view: View | None = x.__dict__.get(_VIEW)
+    if view is None:
+        return None, []
+    steps = [view]
+    while steps[0].base() is None and steps[0].above is not None:
+        steps.insert(0, steps[0].above)
+    return steps[0].base(), steps
+
+
 def _views_of(x: DTensor) -> Iterator[DTensor]:
+    """Give the views that are held, but for views of them, which follow them."""
     for ref in list(x.__dict__.get(_VIEWS, ())):
         found = ref()
-        if found is not None:
+        if found is not None and _lineage(found)[0] is x:
             yield found
 
 
@@ -158,7 +189,7 @@ def _write_back(base: DTensor, view: View, value: DTensor, call: Call) -> None:
         order = _order(view, base.dim())
         _copy(base, call(torch.Tensor.permute, (value, tuple(order.index(d) for d in range(base.dim()))), {}), call)
     elif name in INDEXES:
-        call(torch.Tensor.__setitem__, (base, _index(view), value), {})
+        call(torch.Tensor.__setitem__, (base, _index(view, base), value), {})
     else:
         raise ShardingError(
             explain(
@@ -176,14 +207,12 @@ def _order(view: View, num_dims: int) -> list[int]:
     return [n - 2 for n in view.func(probe, *view.args, **view.kwargs).shape]
 
 
-def _index(view: View) -> Any:
+def _index(view: View, base: DTensor) -> Any:
     name = getattr(view.func, "__name__", "")
     if name == "__getitem__":
         return view.args[0]
     names = ("dim", "start", "length") if name == "narrow" else ("dim", "index")
     given = {**dict(zip(names, view.args, strict=False)), **view.kwargs}
-    base = view.base()
-    assert base is not None
     dim = given["dim"] % base.dim()
     if name == "select":
         return (*[slice(None)] * dim, given["index"])

@@ -151,9 +151,8 @@ def own_weight(w: Tensor, share: Share, placements: Sequence[Placement], op: str
         assert isinstance(w, DTensor)
         differs = [Partial() if isinstance(p, Shard) else Replicate() for p in computing]
         piece = pieces.local(w, [w.placements[axis] if axis == share.axis else p for axis, p in enumerate(differs)])
-        return packed.own_rows(
-            piece, dim, w.shape[dim], packed.parts_of(w), share.mesh, share.axis, f"{op} (fused weight)"
-        )
+        # The parts of the layer: a bias that the model makes (queries and values alone have one) is not marked.
+        return packed.own_rows(piece, dim, w.shape[dim], share.parts, share.mesh, share.axis, f"{op} (fused weight)")
     full: Tensor = pieces.companion(w, share.mesh, computing)
     if share.parts > 1:
         a, b = pieces.my_chunk(share.mesh, share.axis, full.shape[dim] // share.parts)

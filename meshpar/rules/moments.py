@@ -147,8 +147,8 @@ def vector_norm(x: DTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _peak(x: Tensor, parts: Parts) -> Tensor:
-    """Give the largest value, finite, as a constant: what is taken off before exponentials."""
-    found = extreme_over(x, parts.dims, parts.mesh, parts.axes, parts.op, maximum=True)
+    """Give the largest (real) value, finite, as a constant: what is taken off before exponentials."""
+    found = extreme_over(x.real if x.is_complex() else x, parts.dims, parts.mesh, parts.axes, parts.op, maximum=True)
     return torch.where(found.isinf(), torch.zeros_like(found), found)
 
 

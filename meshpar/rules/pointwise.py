@@ -173,14 +173,6 @@ def _not_plain(target: Any, op: str) -> None:
         )
 
 
-def _is_equal_everywhere(value: Any) -> bool:
-    """Tell whether a value is that of a weight: the same on all ranks but those of `tensor`, and without a gradient."""
-    if not isinstance(value, DTensor) or value.requires_grad:
-        return False
-    named = zip(pieces.axes_of(value.device_mesh), value.placements, strict=True)
-    return all(p.is_replicate() or (name == "tensor" and pieces.is_plain_shard(p)) for name, p in named)
-
-
 def write_into(target: Any, value: Any, op: str, *, cast: bool = True) -> Any:
     """Write values into an activation, or into several, and give it back.
 
@@ -197,8 +189,8 @@ def write_into(target: Any, value: Any, op: str, *, cast: bool = True) -> Any:
     if isinstance(target, tuple | list):
         parts = [write_into(t, v, op, cast=cast) for t, v in zip(target, value, strict=True)]
         return type(value)(parts) if isinstance(value, tuple) and type(value) is not tuple else tuple(parts)
-    if not isinstance(target, DTensor) and _is_equal_everywhere(value):
-        return target.copy_(pieces.full(value, op))  # a buffer of a weight that is split over tensor
+    if not isinstance(target, DTensor) and isinstance(value, DTensor) and pieces.is_constant(value):
+        return target.copy_(pieces.full(value, op))  # a buffer
     _not_plain(target, op)
     if not cast:
         _check_cast(value.dtype, target.dtype)

@@ -202,7 +202,8 @@ def _out_shape(
     antialias: bool,  # noqa: FBT001
 ) -> tuple[int, ...]:
     """Ask torch for the output shape, and for its errors, without data."""
-    image = torch.empty(shape, device="meta")
+    # Without elements there is nothing to spare, and on meta torch fails.
+    image = torch.empty(shape, device="meta" if math.prod(shape) else "cpu")
     recompute_or_none = recompute or None
     out = F.interpolate(image, size, factors, mode, align, recompute_or_none, antialias)
     return tuple(out.shape)

@@ -73,7 +73,8 @@ def shares(sizes: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
         (0.375, 0.125, 0.375, 0.125)
     """
     counts = [math.prod(line) for line in itertools.product(*sizes)]
-    return tuple(num / sum(counts) for num in counts)
+    total = sum(counts) or 1
+    return tuple(num / total for num in counts)
 
 
 def merged(mean: Tensor, var: Tensor, plan: Statistics) -> tuple[Tensor, Tensor]:

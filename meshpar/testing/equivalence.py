@@ -177,7 +177,7 @@ def compare_trees(name: str, found: Any, expected: Any, tolerance: float) -> dic
         label = f"{name} {i}"
         if isinstance(y, Tensor):
             errors[label] = check_piece(label, x, y.detach(), tolerance)
-        elif x != y and not (isinstance(y, float) and abs(x - y) <= tolerance * max(abs(y), 1.0)):
+        elif x != y and not (isinstance(y, float | complex) and abs(x - y) <= tolerance * max(abs(y), 1.0)):
             msg = f"{label}: a {type(x).__name__} that is not that of one process"
             raise Difference(msg)
     return errors

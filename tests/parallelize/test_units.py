@@ -176,3 +176,53 @@ def inside_of_spmd() -> float:
 
 def test_a_first_forward_under_the_mode():
     assert max(run_ranks(inside_of_spmd, 4)) < 1e-10
+
+
+class Positions(nn.Module):
+    """Return a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 9, 8))
+
+    def forward(self, x):
+        return self.table[:, : x.shape[1]]
+
+
+class Codes(nn.Module):
+    """Return a parameter itself, one of a child, and a number made of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Embedding(6, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return {
+            "x": x * self.scale + self.book.weight,
+            "book": [self.book.weight, self.scale],
+            "n": self.scale.sum(),
+            "shape": x.shape,
+        }
+
+
+class Reads(nn.Module):
+    """Use, after a unit has run, what it returned of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.ModuleList([Positions(), Positions()])
+        self.codes = nn.ModuleList([Codes()])
+
+    def forward(self, x):
+        for layer in self.positions:
+            x = x + layer(x)
+        found = self.codes[0](x)
+        return found["x"] * found["book"][0] * found["book"][1] * found["n"]
+
+
+@pytest.mark.parametrize("model", [Reads, Positions, Codes])
+def test_parameters_that_a_unit_returns_outlive_it(model):
+    """`fully_shard` frees their memory; a plain one that leaves the model would have a gradient of its own a rank."""
+    assert_equivalent(model, [torch.randn(4, 6, 8)], "data=2,domain=2")
+    assert_equivalent(model, [torch.randn(4, 6, 8)], "data=1,domain=1,tensor=2")

@@ -274,3 +274,40 @@ def test_habits_of_installed_networks(mesh: str) -> None:
     torch.manual_seed(0)
     assert_equivalent(Installed(), [torch.randn(2, 2, 5, 3), torch.randn(2, 4)], mesh, layouts=[None, "data _"])
     assert Registered.known == {"kernel": Kernel}
+
+
+class Remembers(nn.Module):
+    """Keep statistics in buffers, in the ways of users: in place, by parts, as `out=`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("peak", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(3, 4))
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            mean = x.mean((0, 2, 3))
+            self.mean.mul_(0.9).add_(mean, alpha=0.1)
+            self.mean.lerp_(x.std((0, 2, 3)), 0.5)
+            torch.maximum(self.peak, x.amax((0, 2, 3)), out=self.peak)
+            self.seen[:, 1] = mean
+            self.seen[:, 2:].index_add_(1, torch.tensor([1]), mean[:, None])
+        self.peak += x.detach().sum((0, 2, 3))
+        return self.conv(x - self.mean.view(1, -1, 1, 1)) * self.peak.sum()
+
+
+def keeps_rows(spec: str) -> None:
+    model = Remembers()
+    model.forward = lambda x: model.seen.copy_(x[0, :, :, 0].detach())
+    mesh = mesh_for(spec)
+    with meshpar.spmd():
+        model.forward(meshpar.shard(torch.ones(2, 3, 4, 5), mesh))
+
+
+def test_buffers_take_what_is_the_same_on_all_ranks():
+    for mesh in ("data=2,domain=2", "data=1,domain=3"):
+        assert_equivalent(Remembers, [torch.randn(2, 3, 5, 4)], mesh)
+    with pytest.raises(RankError, match="cannot write activations into a plain tensor"):
+        run_ranks(keeps_rows, 2, "data=1,domain=2")

@@ -69,6 +69,33 @@ def into_columns_that_share_memory(x, w):
     return y.sin()
 
 
+def into_a_slice_of_a_reshape(x, w):
+    """What lies between is held by nobody."""
+    y = x * 2
+    y.flatten(2)[:, :, 3:9].mul_(3)
+    y.swapaxes(1, 2)[:, 0].add_(w)
+    y[:1].squeeze(0)[..., 0].zero_()
+    return y
+
+
+def into_the_base_of_a_slice_of_a_reshape(x, w):
+    y = x * 2
+    far = y.transpose(1, 2)[1:, :, :2]
+    near = y[:, :, 1:]
+    farther = near[:, 1:].transpose(2, 3)[..., 1]
+    y.mul_(w)
+    return far * 3, near, farther
+
+
+def into_nothing(x, w):
+    """Whether a gradient is wanted is not a number."""
+    y = x * 2
+    z = y[:, :, 1:].detach().requires_grad_()
+    with torch.enable_grad():
+        (g,) = torch.autograd.grad((z * w).sin().sum(), z)
+    return y * 3, g
+
+
 CASES = [
     into_rows,
     into_one_row,
@@ -79,6 +106,9 @@ CASES = [
     into_a_permutation,
     into_what_nobody_holds,
     into_columns_that_share_memory,
+    into_nothing,
+    into_a_slice_of_a_reshape,
+    into_the_base_of_a_slice_of_a_reshape,
 ]
 
 

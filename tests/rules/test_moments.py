@@ -141,6 +141,7 @@ def _exponentials(mesh: str) -> Iterator[Case]:
         (x,),
         tolerance=1e-2,
     )
+    yield Case("complex", lambda x: torch.complex(x, 2 * x).logsumexp(2), (x,))
     yield Case("1-d", lambda x: (x.softmax(0), x.logsumexp(0), x.log_softmax(-1)), (real(7),), ("domain",))
     yield Case("0-d", lambda x: (x.softmax(0), x.logsumexp(0), x.log_softmax(-1)), (real(1)[0],), ("",))
 

@@ -199,6 +199,15 @@ def test_nothing_moves_where_no_sharded_dim_is_normalised(kind, given, spec):
     assert run_ranks(check_norm, 4, spec, kind, (5, 4, 5, 6), given, None, 1, 0) == [[]] * 4
 
 
+def check_no_rows():
+    assert_same(lambda x: F.group_norm(x, 2), [torch.zeros(2, 4, 0, 6).double()], mesh=mesh_for("data=1,domain=2"))
+    assert_same(F.instance_norm, [torch.zeros(2, 4, 0, 6).double()], mesh=mesh_for("data=1,domain=2"))
+
+
+def test_an_image_of_no_rows_has_no_statistics():
+    run_ranks(check_no_rows, 2)
+
+
 def test_axes_of_one_rank_run_the_plain_kernel():
     assert run_ranks(check_norm, 1, "data=1", "group", (2, 4, 5, 6), GROUP, None, 2, 0) == [[]]
     assert run_ranks(check_norm, 1, "data=1", "batch", (2, 4, 5, 6), TRAINING, None, 2, 0) == [[]]

@@ -167,6 +167,11 @@ def test_layers(layer: nn.Module) -> None:
     run_ranks(check_module, 4, "data=2,domain=2", layer, (3, 2, 5, 4))
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_a_batch_of_no_samples(mode: str) -> None:
+    run_ranks(check, 2, "data=1,domain=2", (0, 2, 5, 4), "data _ domain _", {"size": (7, 3), "mode": mode})
+
+
 @pytest.mark.parametrize(
     ("shape", "kwargs", "error"),
     [
@@ -177,6 +182,7 @@ def test_layers(layer: nn.Module) -> None:
         ((1, 1, 4, 4), {"size": 3, "scale_factor": 2}, ValueError),
         ((1, 1, 4, 4), {"size": (3, 3, 3)}, ValueError),
         ((1, 1, 4, 4), {"scale_factor": 0.1}, RuntimeError),
+        ((1, 1, 0, 4), {"size": 3}, RuntimeError),
         ((1, 1, 4, 4), {"size": 3, "align_corners": True}, ValueError),
         ((1, 1, 4, 4), {"size": 3, "antialias": True}, ValueError),
     ],
