@@ -1,12 +1,11 @@
 """What the documents say runs: docstring examples, the README's code, its commands."""
 
+import contextlib
 import doctest
 import importlib
 import pkgutil
 import re
 from pathlib import Path
-
-import pytest
 
 import meshpar
 from meshpar.testing import run_ranks
@@ -38,15 +37,18 @@ def readme_block(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
 
 
-def run_block(code: str) -> tuple[int, ...]:
+def run_blocks(code: str, folder: str) -> tuple[tuple[int, ...], int]:
     names: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    return tuple(names["full"].shape)
+    with contextlib.chdir(folder):
+        exec(compile(code, "README.md", "exec"), names)
+        return tuple(names["full"].shape), meshpar.latest_checkpoint("out/run").step
 
 
-@pytest.mark.parametrize("block", readme_block("python"))
-def test_readme_code_runs_on_four_ranks(block):
-    assert run_ranks(run_block, 4, block) == [(4, 1, 37, 49)] * 4
+def test_readme_code_runs_on_four_ranks(tmp_path):
+    """One block goes on where the one before it ended."""
+    blocks = readme_block("python")
+    assert len(blocks) == 2
+    assert run_ranks(run_blocks, 4, "".join(blocks), str(tmp_path)) == [((4, 1, 37, 49), 1)] * 4
 
 
 def test_readme_has_the_two_commands_and_ci_takes_one_of_them():
