@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -71,6 +72,8 @@ class Spmd(TorchFunctionMode):
         ours = [x for x in found if is_ours(x.device_mesh)]
         mesh = ours[0].device_mesh if ours else self._mesh_of_weights(func, found)
         if mesh is None:
+            if not record.is_inside() and torch.is_grad_enabled() and weights.computes(func):
+                args, kwargs = weights.with_gradients_in_place((args, kwargs))
             return func(*args, **kwargs)
         if len(ours) != len(found):
             args, kwargs = weights.adopted((args, kwargs), mesh)

@@ -56,6 +56,29 @@ def adopted(tree: Any, mesh: DeviceMesh) -> Any:
     return pytree.tree_map(bring, tree)
 
 
+def with_gradients_in_place(tree: Any) -> Any:
+    """Let the gradients of parameters lie as these do, where DTensor computes with them (a penalty in a loss).
+
+    Left to itself it gives some of them whole, and `fully_shard` adds its shards to what it finds, whatever the shape.
+    """
+    return pytree.tree_map(lambda x: _InPlace.apply(x) if _is_parameter(x) else x, tree)
+
+
+def _is_parameter(x: object) -> bool:
+    return isinstance(x, DTensor) and not is_ours(x.device_mesh) and x.is_leaf and x.requires_grad
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):  # type: ignore[no-untyped-def]
+        ctx.lies = w.device_mesh, w.placements
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return g.redistribute(*ctx.lies)
+
+
 def entered(w: DTensor, mesh: DeviceMesh) -> DTensor:
     """Make an activation of a weight over `tensor`; its gradient obeys the convention of `pieces`.
 

@@ -311,3 +311,25 @@ def test_buffers_take_what_is_the_same_on_all_ranks():
         assert_equivalent(Remembers, [torch.randn(2, 3, 5, 4)], mesh)
     with pytest.raises(RankError, match="cannot write activations into a plain tensor"):
         run_ranks(keeps_rows, 2, "data=1,domain=2")
+
+
+def penalised(spec: str) -> float:
+    """Give the largest difference of gradients with a penalty on the parameters outside of the model."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.SiLU(), nn.Conv2d(5, 2, 1)).double()
+    x = torch.randn(2, 2, 5, 6, dtype=torch.float64)
+    mesh = mesh_for(spec)
+    parallel = meshpar.parallelize(alone, mesh)
+    with meshpar.spmd():
+        loss = parallel(meshpar.shard(x, mesh)).square().mean()
+        loss = loss + sum(p.square().sum() + 2 * p.sum() for p in parallel.parameters())
+    loss.backward()
+    (alone(x).square().mean() + sum(p.square().sum() + 2 * p.sum() for p in alone.parameters())).backward()
+    pairs = zip(parallel.parameters(), alone.parameters(), strict=True)
+    return max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+
+
+def test_a_penalty_on_parameters_outside_of_the_model():
+    """Of a bias of 2 over 4 ranks, two have nothing: there it was an error, on these ranks alone."""
+    assert max(run_ranks(penalised, 4, "data=2,domain=2")) < 1e-12
+    assert max(run_ranks(penalised, 3, "data=1,domain=3")) < 1e-12
