@@ -33,11 +33,14 @@ pytree = _pytree
 
 
 def map_output(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to the leaves of what a forward returned; a shape stays a `torch.Size`, which pytree loses.
+    """Apply a function to the leaves of what a forward returned; what it changes nothing in stays the same object.
 
-    Public when `torch.utils.pytree` comes.
+    A shape stays a `torch.Size`, which pytree loses. Public when `torch.utils.pytree` comes.
     """
-    return pytree.tree_map(function, tree, is_leaf=lambda x: isinstance(x, torch.Size))
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, torch.Size))
+    mapped = [function(x) for x in leaves]
+    same = all(a is b for a, b in zip(leaves, mapped, strict=True))
+    return tree if same else pytree.tree_unflatten(mapped, spec)
 
 
 DYNAMO = "torch._dynamo"

@@ -5,7 +5,10 @@ and some whole networks stay in the quick run, which must end in two minutes or 
 exhaustive lists of functions, compilation, and the scenes with dying processes come in the slow one.
 """
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -66,6 +69,13 @@ SLOW_NAMES = (
     "the_default_collate",
 )
 QUICK_NAMES = ("drawn_layers", "same_function")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """Let no test leave a group behind in this process: the checkers would take it for a rank of a job."""
+    yield
+    assert not dist.is_initialized()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

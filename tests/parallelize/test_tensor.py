@@ -14,7 +14,7 @@ from torch import nn
 import meshpar
 from meshpar.errors import SpecError
 from meshpar.tensor import plan_splits
-from meshpar.testing import assert_equivalent, run_ranks
+from meshpar.testing import RankError, assert_equivalent, run_ranks
 from meshpar.testing.meshes import mesh_for, ranks_of
 
 MESHES = ("data=1,domain=2,tensor=2", "data=2,domain=1,tensor=2", "data=1,tensor=4", "data=2,domain=2,tensor=1")
@@ -393,6 +393,10 @@ def test_many_drawn_networks_under_drawn_plans(mesh):
 # what a plan may say
 
 
+def plan_of_one_word():
+    meshpar.parallelize(nn.Linear(2, 2), mesh_for("data=1"), tensor_plan="best")
+
+
 def test_a_wrong_plan_is_one_error_with_all_that_is_wrong():
     model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 7), nn.Conv2d(4, 4, 3, groups=2), nn.Linear(5, 9))
     plan = {
@@ -417,8 +421,8 @@ def test_a_wrong_plan_is_one_error_with_all_that_is_wrong():
         plan_splits(model, {"*": "sideways"}, 2)
     with pytest.raises(SpecError, match="a list"):
         plan_splits(model, ["0"], 2)
-    with pytest.raises(SpecError, match="tensor_plan='best'"):
-        meshpar.parallelize(model, "data=1", tensor_plan="best")
+    with pytest.raises(RankError, match="tensor_plan='best'"):
+        run_ranks(plan_of_one_word, 1)
 
 
 def test_ties_must_be_split_alike():
