@@ -30,7 +30,10 @@ SLOW_FILES = (
     *("test_view.py", "test_views.py", "test_reshape.py", "test_domain_axes.py", "test_field_composition.py"),
     *("test_users.py", "test_random.py", "test_pad.py", "test_resample.py", "test_loss.py", "test_adaptive.py"),
     "test_killed.py",
-    *("test_reading.py", "test_forecast_zarr.py"),
+    *("test_reading.py", "test_forecast_zarr.py", "test_same_samples.py", "test_sampler.py"),
+    *("test_data_modes.py", "test_precision.py", "test_units.py", "test_materialize.py", "test_recompute.py"),
+    *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
+    *("test_shares.py", "test_compact.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -68,7 +71,10 @@ SLOW_NAMES = (
     "does_not_come",
     "the_default_collate",
 )
-QUICK_NAMES = ("drawn_layers", "same_function")
+QUICK_NAMES = (
+    *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),
+    *("rows_that_do_not_divide", "values_from_a_checkpoint", "three_small_batches", "further_objects_reshard"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +86,8 @@ def _no_process_group_is_left() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        drawn = any(part in item.name for part in SLOW_NAMES) and not any(part in item.name for part in QUICK_NAMES)
+        drawn = any(part in item.name for part in SLOW_NAMES) or item.path.name in SLOW_FILES
+        quick = any(part in item.name for part in QUICK_NAMES)
         own_command = any(item.get_closest_marker(name) for name in ("long", "thirdparty"))
-        if (drawn or item.path.name in SLOW_FILES) and not own_command:
+        if drawn and not quick and not own_command:
             item.add_marker(pytest.mark.slow)
