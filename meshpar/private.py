@@ -465,3 +465,8 @@ def keep_order(namespace: str) -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith(f"{namespace}::"):
             torch.library._register_effectful_op(name.partition(".")[0], EffectType.ORDERED)
+
+
+def abort_groups() -> None:
+    """End all process groups without waiting for a peer (public when `abort_process_group` comes)."""
+    dist.distributed_c10d._abort_process_group()
