@@ -26,7 +26,7 @@ from meshpar.launchers import forgotten_launcher
 from meshpar.mesh import axis_group, axis_ranks, axis_size, make_mesh
 from meshpar.runtime import Process, distributed
 
-SHM = Path("/dev/shm")  # noqa: S108 - the folder itself is what is looked at
+SHM = Path("/dev/shm")
 _SMALL_SHM_BYTES = 1 << 30
 _MESSAGE_BYTES = 8 << 20
 
