@@ -70,6 +70,9 @@ SLOW_NAMES = (
     "resumes_in_the_middle",
     "does_not_come",
     "the_default_collate",
+    "two_ranks_under_torchrun",
+    "start_two_ranks_and",
+    "axes_of_two_ranks",
 )
 QUICK_NAMES = (
     *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),
