@@ -3,6 +3,7 @@
 from meshpar import layers, rules
 from meshpar.accumulation import no_sync
 from meshpar.agree import check_same_samples
+from meshpar.autoplan import auto_plan
 from meshpar.batch import gather, shard, shard_batch
 from meshpar.checkpoint import (
     Loaded,
@@ -71,6 +72,7 @@ __all__ = [
     "ShardingError",
     "SpecError",
     "SpherePad2d",
+    "auto_plan",
     "axis_group",
     "axis_ranks",
     "axis_size",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +248,8 @@ def _torn_ties(model: nn.Module, splits: Splits) -> list[str]:
 def splits_for(model: nn.Module, plan: str | Mapping[str, str] | None, mesh: DeviceMesh) -> Splits:
     """Give the splits of a plan, or of the one that is found for a model ("auto"), on a mesh.
 
+    What was found is told to the logger "meshpar" of rank 0, and shown by `print(model)`.
+
     Raises:
         SpecError: see `plan_splits`.
     """
@@ -257,6 +260,9 @@ def splits_for(model: nn.Module, plan: str | Mapping[str, str] | None, mesh: Dev
         if plan != "auto":
             raise SpecError(_text([f"tensor_plan={plan!r}"]))
         plan = auto_plan(model, ranks)
+        if not any(mesh.get_coordinate() or ()):
+            chosen = "".join(f"\n  {name}: {style}" for name, style in plan.items()) or " nothing"
+            logging.getLogger("meshpar").info('tensor_plan="auto" over %d ranks splits%s', ranks, chosen)
     return plan_splits(model, plan, ranks)
 
 

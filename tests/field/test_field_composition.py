@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshpar
-from meshpar.errors import SpecError
 from meshpar.testing import assert_equivalent, mesh_for, run_ranks
 
 TENSOR = "data=1,domain=2,tensor=2"
@@ -95,9 +94,10 @@ def test_field_36_parameters_are_sharded_over_one_flat_mesh():
     assert run_ranks(parameter_meshes, 4, TENSOR) == [{(2,)}] * 4
 
 
-def test_field_37_ddp_is_refused_with_advice():
-    with pytest.raises(SpecError, match='data="fsdp"'):
-        meshpar.parallelize(block(), "data=1", data="ddp")
+def test_field_37_copies_go_with_parameters_split_over_tensor():
+    mlp = functools.partial(nn.Sequential, nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    options = {"data": "ddp", "tensor_plan": {"0": "colwise", "2": "rowwise"}}
+    assert_equivalent(mlp, [torch.randn(4, 3, 4)], "data=2,domain=1,tensor=2", options=options)
 
 
 def test_field_38_a_weight_of_seven_channels_over_two_ranks():

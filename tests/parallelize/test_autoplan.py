@@ -1,12 +1,16 @@
 """`auto_plan` finds MLPs and attention by names and shapes of common libraries, and leaves alone what does not fit."""
 
+import logging
+
 import tensor_nets as nets
 import torch
 from torch import nn
 
+import meshpar
 from meshpar.autoplan import auto_plan
 from meshpar.tensor import plan_splits
-from meshpar.testing import assert_equivalent
+from meshpar.testing import assert_equivalent, run_ranks
+from meshpar.testing.meshes import mesh_for
 
 
 class Named(nn.Module):
@@ -88,3 +92,28 @@ def test_the_plan_that_is_found_gives_the_numbers_of_one_process():
     report = assert_equivalent(nets.Transformer, [x], "data=1,domain=2,tensor=2", options={"tensor_plan": "auto"})
     sums = [e for e in report.log.entries if e.axis == "tensor" and e.kind == "reduction" and not e.backward]
     assert len(sums) == 4, "one for each MLP and each attention of two blocks"
+
+
+def told(mesh):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: said.append(entry.getMessage())
+    logger = logging.getLogger("meshpar")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        meshpar.parallelize(nets.Mlp(), mesh_for(mesh), tensor_plan="auto")
+        meshpar.parallelize(nn.Linear(2, 2), mesh_for(mesh), tensor_plan="auto")
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_what_was_found_is_told_once():
+    assert run_ranks(told, 2, "data=1,tensor=2") == [
+        [
+            'tensor_plan="auto" over 2 ranks splits\n  fc1: colwise\n  fc2: rowwise',
+            'tensor_plan="auto" over 2 ranks splits nothing',
+        ],
+        [],
+    ]
