@@ -1,12 +1,14 @@
 """`python -m meshpar doctor`: one process, two ranks, and what it says of hosts that are made up."""
 
 import dataclasses
-import subprocess
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import meshpar
 from meshpar import doctor, make_mesh, runtime
 from meshpar.__main__ import main
 from meshpar.doctor import Facts, judge
@@ -54,8 +56,14 @@ def test_a_command_that_is_none_is_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["nurse"])
     assert "doctor" in capsys.readouterr().err
-    done = subprocess.run([sys.executable, "-m", "meshpar", "--help"], capture_output=True, text=True, timeout=100)
-    assert "doctor" in done.stdout
+
+
+def test_the_module_is_a_command(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["meshpar", "doctor", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(Path(meshpar.__file__).with_name("__main__.py")), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--mesh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
