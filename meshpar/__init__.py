@@ -24,6 +24,7 @@ from meshpar.errors import (
     NonFiniteError,
     PeerError,
     ShardingError,
+    ShareError,
     SpecError,
 )
 from meshpar.exchange import fetch
@@ -50,6 +51,7 @@ from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
 from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
+from meshpar.share import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 
 __all__ = [
     "AXES",
@@ -62,6 +64,7 @@ __all__ = [
     "Loaded",
     "MeshSpec",
     "MeshparError",
+    "NFSWorkspace",
     "NonFiniteError",
     "PeerError",
     "Precision",
@@ -69,6 +72,7 @@ __all__ = [
     "Saved",
     "Saving",
     "ShardingError",
+    "ShareError",
     "SpecError",
     "SpherePad2d",
     "axis_group",
@@ -81,6 +85,8 @@ __all__ = [
     "fetch",
     "full_state_dict",
     "gather",
+    "get_configs_parallel",
+    "get_tensors_parallel",
     "grad_norm",
     "in_step",
     "is_first",
