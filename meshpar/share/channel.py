@@ -39,6 +39,8 @@ class _Line:
     world: object
     group: dist.ProcessGroup
     count: int = 0
+    unfinished: list[Channel] = field(default_factory=list)
+    """Channels that failed: a message that arrives for a buffer that is gone would stop all that come after it."""
 
 
 _LINES: dict[tuple[int, ...], _Line] = {}
@@ -52,7 +54,7 @@ class Channel:
     ranks: tuple[int, ...]
     here: int
     timeout_s: float
-    group: dist.ProcessGroup | None = None
+    line: _Line | None = None
     number: int = 0
     inbox: dict[tuple[int, int], tuple[Tensor, Any]] = field(default_factory=dict)
     sent: list[tuple[Tensor, Any]] = field(default_factory=list)
@@ -95,6 +97,7 @@ class Channel:
             self._post(step, self.ranks[0], mine)
             answer = self._receive(step, self.ranks[0])
         if "failed" in answer:
+            self._keep()
             raise _KINDS[answer["kind"]](answer["failed"]) from error
         return answer
 
@@ -109,6 +112,11 @@ class Channel:
         )
         for rank in self.peers():
             self._post(LEAVE, rank, {"failed": text, "kind": "ShareError", "gone": True})
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.line is not None:
+            self.line.unfinished.append(self)
 
     def _verdict(self, notes: list[Note]) -> Note:
         failures = {rank: note for rank, note in zip(self.ranks, notes, strict=True) if "failed" in note}
@@ -129,14 +137,14 @@ class Channel:
         assert len(data) <= _FRAME_BYTES, "a note is too long"
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
-            work = dist.isend(frame, rank, group=self.group, tag=self._tag(step))
+            work = dist.isend(frame, rank, group=self.line.group if self.line else None, tag=self._tag(step))
         except RuntimeError:  # that rank is lost; whoever waits for it will say so
             return None
         self.sent.append((frame, work))
         return work
 
     def _receive(self, step: int, rank: int) -> Note:
-        frame, work = self.inbox.pop((step, rank))
+        frame, work = self.inbox[step, rank]
         try:
             if isinstance(work, RuntimeError):
                 raise work
@@ -186,7 +194,7 @@ def open_channel(op: str, ranks: tuple[int, ...], timeout_s: float) -> Channel:
             raise PeerError(text) from error
         line = _LINES[key] = _Line(dist.group.WORLD, group)
     line.count += 1
-    channel = Channel(op, ranks, here, timeout_s, line.group, line.count)
+    channel = Channel(op, ranks, here, timeout_s, line, line.count)
     for rank in channel.peers():
         for step in (ENTER, HAND, LEAVE):
             frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
