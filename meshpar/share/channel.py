@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar import private
 from meshpar.errors import MeshparError, PeerError, ShareError, SpecError, explain
 
 ENTER, HAND, LEAVE = range(3)
@@ -34,10 +35,12 @@ _KINDS: dict[str, type[MeshparError]] = {kind.__name__: kind for kind in (PeerEr
 
 @dataclass
 class _Line:
-    """Hold the gloo group of some ranks, the world it belongs to, and how many channels it had."""
+    """Hold the gloo group of some ranks, the world it belongs to, and which of theirs it is, and its channels."""
 
     world: object
-    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    group: Any
+    made: int
     count: int = 0
     unfinished: list[Channel] = field(default_factory=list)
     """Channels that failed: a message that arrives for a buffer that is gone would stop all that come after it."""
@@ -132,12 +135,13 @@ class Channel:
         return {"failed": text[: 2 * _TEXT_CHARS], "kind": kinds.pop() if len(kinds) == 1 else "ShareError"}
 
     def _post(self, step: int, rank: int, note: Note) -> Any:
+        assert self.line is not None
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         data = json.dumps(note).encode()
         assert len(data) <= _FRAME_BYTES, "a note is too long"
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
-            work = dist.isend(frame, rank, group=self.line.group if self.line else None, tag=self._tag(step))
+            work = self.line.group.send([frame], self.line.ranks.index(rank), self._tag(step))
         except RuntimeError:  # that rank is lost; whoever waits for it will say so
             return None
         self.sent.append((frame, work))
@@ -178,12 +182,8 @@ def open_channel(op: str, ranks: tuple[int, ...], timeout_s: float) -> Channel:
     line = _LINES.get(key)
     if line is None or line.world is not dist.group.WORLD:
         try:
-            group = dist.new_group(
-                list(key),
-                backend="gloo",
-                timeout=datetime.timedelta(seconds=timeout_s),
-                use_local_synchronization=True,  # the other ranks of the job need not come
-            )
+            made = 0 if line is None else line.made + 1
+            group = private.gloo_group(f"meshpar.share/{key}/{made}", key, datetime.timedelta(seconds=timeout_s))
         except RuntimeError as error:
             text = explain(
                 f"{op}: not all ranks came.",
@@ -192,14 +192,14 @@ def open_channel(op: str, ranks: tuple[int, ...], timeout_s: float) -> Channel:
                 fix="look for the first error among the ranks; give the same ranks everywhere",
             )
             raise PeerError(text) from error
-        line = _LINES[key] = _Line(dist.group.WORLD, group)
+        line = _LINES[key] = _Line(dist.group.WORLD, key, group, made)
     line.count += 1
     channel = Channel(op, ranks, here, timeout_s, line, line.count)
     for rank in channel.peers():
         for step in (ENTER, HAND, LEAVE):
             frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
             try:
-                work = dist.irecv(frame, rank, group=line.group, tag=channel._tag(step))
+                work = line.group.recv([frame], key.index(rank), channel._tag(step))
             except RuntimeError as error:  # lost already; said where it is waited for
                 channel.inbox[step, rank] = frame, error
                 continue

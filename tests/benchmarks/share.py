@@ -1,8 +1,8 @@
 """`get_tensors_parallel` against one memcpy and `gather_object`: `python tests/benchmarks/share.py`.
 
 4 ranks hold 256 MiB each. In every round each way runs once, one after the other, between barriers, timed on the first
-rank: from the call until it has the tensors, and until it has read every byte of them as well. The copies are of as many
-bytes as all tensors have, in one process, into memory that is new (as a gather's is) or was written before.
+rank: from the call until it has the tensors, and until it has read every byte of them as well. The copies are of as
+many bytes as all tensors have, in one process, into memory that is new (as a gather's is) or was written before.
 """
 
 from __future__ import annotations

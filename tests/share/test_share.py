@@ -347,7 +347,8 @@ def two_groups():
     """Ranks 0, 1 and ranks 2, 3 at once; in each group the ranks of its own are 0 and 1."""
     rank = dist.get_rank()
     mine = [0, 1] if rank < 2 else [2, 3]
-    group = dist.new_group(mine, use_local_synchronization=True, timeout=datetime.timedelta(seconds=20))
+    groups = [dist.new_group(ranks, timeout=datetime.timedelta(seconds=20)) for ranks in ([0, 1], [2, 3])]
+    group = groups[rank // 2]
     seen = []
     for i in range(10):
         with meshpar.get_tensors_parallel(torch.full((1000,), 100.0 * i + rank), mine, group) as got:
