@@ -25,6 +25,7 @@ from meshpar.errors import (
     NonFiniteError,
     PeerError,
     ShardingError,
+    ShareError,
     SpecError,
 )
 from meshpar.exchange import fetch
@@ -51,6 +52,7 @@ from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
 from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
+from meshpar.share import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 
 __all__ = [
     "AXES",
@@ -63,6 +65,7 @@ __all__ = [
     "Loaded",
     "MeshSpec",
     "MeshparError",
+    "NFSWorkspace",
     "NonFiniteError",
     "PeerError",
     "Precision",
@@ -70,6 +73,7 @@ __all__ = [
     "Saved",
     "Saving",
     "ShardingError",
+    "ShareError",
     "SpecError",
     "SpherePad2d",
     "auto_plan",
@@ -83,6 +87,8 @@ __all__ = [
     "fetch",
     "full_state_dict",
     "gather",
+    "get_configs_parallel",
+    "get_tensors_parallel",
     "grad_norm",
     "in_step",
     "is_first",

@@ -37,6 +37,10 @@ class CheckpointError(MeshparError, RuntimeError):
     """Report a checkpoint that cannot be written or read, or does not fit the model; on all ranks."""
 
 
+class ShareError(MeshparError, RuntimeError):
+    """Report something that cannot be passed from rank to rank, or a rank that raised while others waited."""
+
+
 class GatherWarning(UserWarning):
     """Warn, once per call site, that an operation gathers its inputs."""
 

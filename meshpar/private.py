@@ -470,3 +470,13 @@ def keep_order(namespace: str) -> None:
 def abort_groups() -> None:
     """End all process groups without waiting for a peer (public when `abort_process_group` comes)."""
     dist.distributed_c10d._abort_process_group()
+
+
+def gloo_group(name: str, ranks: Sequence[int], timeout: Any) -> Any:
+    """Make a gloo group of ranks that alone take part; peers and tags are given by rank of the group.
+
+    `new_group(use_local_synchronization=True)` names a group by how many each rank has, so ranks with different numbers
+    of groups wait for each other in vain (torch 2.13). Public when the default store or such a name is.
+    """
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, list(ranks).index(dist.get_rank()), len(ranks), timeout)

@@ -33,7 +33,7 @@ SLOW_FILES = (
     *("test_reading.py", "test_forecast_zarr.py", "test_same_samples.py", "test_sampler.py"),
     *("test_data_modes.py", "test_precision.py", "test_units.py", "test_materialize.py", "test_recompute.py"),
     *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
-    *("test_shares.py", "test_compact.py"),
+    *("test_shares.py", "test_compact.py", "test_lost.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -73,6 +73,10 @@ SLOW_NAMES = (
     "two_ranks_under_torchrun",
     "start_two_ranks_and",
     "axes_of_two_ranks",
+    "raises_in_the_block",
+    "small_dev_shm",
+    "half_a_file",
+    "shared_memory_does_not_reach",
 )
 QUICK_NAMES = (
     *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),
