@@ -352,14 +352,15 @@ class _Unit:
         """Wrap the hook that frees parameters."""
 
         def outside(module: nn.Module, given: Any, output: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                if self.shards.away is None:
-                    with self.shards.in_hook():
-                        output = hook(module, given, kept(output, module))
-                elif self.shards.away is self.module:
-                    for owner, name, value in self.shards.replaced:
-                        private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
-                    self.shards.away, self.shards.replaced = None, []
+            if torch.compiler.is_compiling():  # what a hook gives back costs a graph of its own
+                return None if self.output is None else cast(output, self.output)
+            if self.shards.away is None:
+                with self.shards.in_hook():
+                    output = hook(module, given, kept(output, module))
+            elif self.shards.away is self.module:
+                for owner, name, value in self.shards.replaced:
+                    private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
+                self.shards.away, self.shards.replaced = None, []
             return cast(output, self.output)
 
         return outside
