@@ -177,8 +177,8 @@ def fully_shard_over(
         )
         inside = [u for u in [*chosen, module] if u in set(unit.modules())]
         own = _held_by(unit, left)
-        kept = _Unit(unit, inside, own, shards, told.params if told else None, _output(unit, module, told))
-        private.new_hooks(unit, shard, kept.before, kept.after)
+        decides = _Unit(unit, inside, own, shards, told.params if told else None, _output(unit, module, told))
+        private.new_hooks(unit, shard, decides.before, decides.after)
     for owner in module.modules():
         if any(isinstance(p, DTensor) for p in owner.parameters(recurse=False)):
             names = frozenset(as_they_are.get(id(owner), ()))

@@ -70,6 +70,7 @@ SLOW_NAMES = (
     "resumes_in_the_middle",
     "does_not_come",
     "the_default_collate",
+    "runs_under_torchrun",
 )
 QUICK_NAMES = (
     *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),

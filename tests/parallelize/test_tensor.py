@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import tensor_nets as nets
@@ -63,6 +64,18 @@ def test_a_split_network_equals_one_process(name, mesh):
         plan = {"conv": "colwise", "old": "rowwise"}
     torch.manual_seed(0)
     assert_equivalent(model, [make()], mesh, options={"tensor_plan": plan})
+
+
+@pytest.mark.parametrize("mesh", SPLIT)
+def test_shares_of_shares_may_be_uneven_and_empty(mesh):
+    """Rows are cut by `tensor` first, then over data x domain: 6 rows are 3 and 3, then 2, 1, 2, 1; 4 are 1 each."""
+    sizes = (8, 12, 4, 4) if mesh.endswith("4") else (8, 6, 2, 2)
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    plan = {"0": "colwise", "1": "rowwise", "2": "colwise"}
+    report = assert_equivalent(nn.Sequential(*layers), [tokens()], mesh, options={"tensor_plan": plan})
+    assert report.log.gathers() == []
+    conv = nn.Sequential(nn.Conv2d(3, sizes[1], 3, padding=1), nn.Conv2d(sizes[1], sizes[2], 1))
+    assert_equivalent(conv, [images()], mesh, options={"tensor_plan": {"0": "colwise", "1": "colwise"}})
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "gated", "convolutions"])
@@ -142,10 +155,7 @@ def train(model, mesh, plan, x, steps=20):
 
 
 def whole_state(model):
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict().items()
-    }
+    return meshpar.gather(model.state_dict())
 
 
 def train_norms(mesh):
