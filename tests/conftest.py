@@ -21,6 +21,7 @@ SLOW_FILES = (
         "test_compile.py",
         "test_integration.py",
         "test_attention.py",
+        "test_attention_drawn.py",
         "test_multihead.py",
         "test_contract.py",
         "test_lookup.py",
