@@ -177,8 +177,8 @@ def fully_shard_over(
         )
         inside = [u for u in [*chosen, module] if u in set(unit.modules())]
         own = _held_by(unit, left)
-        kept = _Unit(unit, inside, own, shards, told.params if told else None, _output(unit, module, told))
-        private.new_hooks(unit, shard, kept.before, kept.after)
+        decides = _Unit(unit, inside, own, shards, told.params if told else None, _output(unit, module, told))
+        private.new_hooks(unit, shard, decides.before, decides.after)
     for owner in module.modules():
         if any(isinstance(p, DTensor) for p in owner.parameters(recurse=False)):
             names = frozenset(as_they_are.get(id(owner), ()))
@@ -352,14 +352,15 @@ class _Unit:
         """Wrap the hook that frees parameters."""
 
         def outside(module: nn.Module, given: Any, output: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                if self.shards.away is None:
-                    with self.shards.in_hook():
-                        output = hook(module, given, kept(output, module))
-                elif self.shards.away is self.module:
-                    for owner, name, value in self.shards.replaced:
-                        private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
-                    self.shards.away, self.shards.replaced = None, []
+            if torch.compiler.is_compiling():  # what a hook gives back costs a graph of its own
+                return None if self.output is None else cast(output, self.output)
+            if self.shards.away is None:
+                with self.shards.in_hook():
+                    output = hook(module, given, kept(output, module))
+            elif self.shards.away is self.module:
+                for owner, name, value in self.shards.replaced:
+                    private.put_parameter(owner, name, value)  # functional_call hands them back to its caller
+                self.shards.away, self.shards.replaced = None, []
             return cast(output, self.output)
 
         return outside

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshpar.errors import SpecError, explain
+from meshpar.shares import cut_as, laid_as, whole_of
 
 
 class EMA:
@@ -90,7 +91,8 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """Give the averages under the names of the model, laid out as its parameters, and the number of updates."""
-        averages = {name: _like(x, self.averages[name].clone()) for name, x in self._held().items()}
+        copies = {name: average.clone() for name, average in self.averages.items()}
+        averages = {n: laid_as(x, copies[n]) if isinstance(x, DTensor) else copies[n] for n, x in self._held().items()}
         return {"averages": averages, "num_updates": self.num_updates}
 
     @torch.no_grad()
@@ -120,15 +122,9 @@ def _piece(x: Tensor) -> Tensor:
     return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
-def _like(x: Tensor, piece: Tensor) -> Tensor:
-    if not isinstance(x, DTensor):
-        return piece
-    return DTensor.from_local(piece, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-
-
 def _laid_as(x: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(x, DTensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    if isinstance(value, DTensor):
-        return value.redistribute(x.device_mesh, x.placements)
-    return distribute_tensor(value.to(x.device), x.device_mesh, x.placements, src_data_rank=None)
+    """Lay an average out as a tensor of the model."""
+    if isinstance(x, DTensor) and isinstance(value, DTensor):
+        alike = (x.device_mesh, x.placements) == (value.device_mesh, value.placements)
+        return value if alike else cut_as(whole_of(value), x)
+    return cut_as(value, x) if isinstance(x, DTensor) else whole_of(value)

@@ -112,7 +112,7 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     out = kwargs.get("out")
     target = args[0] if args and writes_in_place(func) else out
     if target is not None:
-        _check_targets(target, op)
+        check_targets(target, op)
     announce_gather(op, found, why)
     reference = max(found, key=lambda x: (sum(not p.is_replicate() for p in x.placements), x.numel()))
     mesh = reference.device_mesh
@@ -152,15 +152,21 @@ def gather_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return type(result)(parts)
 
 
-def _check_targets(target: Any, op: str) -> None:
+def check_targets(target: Any, op: str) -> None:
+    """Refuse to write activations into plain tensors.
+
+    Raises:
+        ShardingError: a target, or one of several, is plain.
+    """
     for x in target if isinstance(target, list | tuple) else (target,):
         if not isinstance(x, DTensor):
+            what = f"a plain tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ShardingError(
                 explain(
                     f"{op}: cannot write activations into a plain tensor.",
-                    got=f"{type(x).__name__} to write into, DTensors to write",
-                    needs="an activation as the target",
-                    fix="make it with x.new_zeros(...) or zeros_like(x), or use the form that returns a new tensor",
+                    got=f"{what} to write into",
+                    needs="an activation as the target: a plain tensor is the same on every rank, these values differ",
+                    fix="make it with zeros_like(x) or x.new_zeros(...), or write y = y + x",
                 )
             )
 

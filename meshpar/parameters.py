@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshpar import pieces, private, record, runtime, weights
 from meshpar.accumulation import whole_or_waiting
-from meshpar.collectives import all_gather, all_reduce, sum_scatter
+from meshpar.collectives import all_reduce, sum_scatter
 from meshpar.intervals import chunks
 from meshpar.mesh import is_ours
 from meshpar.precision import rounded
-from meshpar.shares import cut_as
+from meshpar.shares import cut_as, rows_of_all
 from meshpar.spmd import is_on
 from meshpar.traced import PLAIN, as_node, direct, is_tracing
 
@@ -184,10 +184,7 @@ class _Whole(torch.autograd.Function):
             if name == TENSOR or placement.is_replicate() or p == 1:
                 continue
             dim = placement.dim
-            n = ctx.local_shape[dim]
-            own = _padded(whole, dim, -(-n // p)).movedim(dim, 0)
-            parts = all_gather(own, mesh.get_group(axis), name, "|fully_shard", kind="parameters")
-            whole = parts.flatten(0, 1).narrow(0, 0, n).movedim(0, dim)
+            whole = rows_of_all(whole, dim, ctx.local_shape[dim], mesh.get_group(axis), name, "|fully_shard")
         whole = whole.clone(memory_format=torch.contiguous_format)
         if TENSOR not in axes:
             return whole

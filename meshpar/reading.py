@@ -196,14 +196,13 @@ def _fetched(source: Any, picks: list[_Pick]) -> Any:
     import numpy as np
 
     runs = [[p] if isinstance(p, int) else _runs(p) for p in picks]
-    whole = np.asarray
 
     def read(before: tuple[Any, ...], dim: int) -> Any:
         if dim == len(picks):
             found = source[before] if before else source[()]
-            array = found if isinstance(found, np.ma.MaskedArray) else whole(found)
-            flips = [run for run in before if not isinstance(run, int)]
-            assert array.ndim == len(flips), f"{type(source).__name__} gave {array.ndim} dims for {before}"
+            array = found if isinstance(found, np.ma.MaskedArray) else np.asarray(found)
+            num_dims = sum(not isinstance(run, int) for run in before)
+            assert array.ndim == num_dims, f"{type(source).__name__} gave {array.ndim} dims for {before}"
             return array
         if isinstance(picks[dim], int):
             return read((*before, picks[dim]), dim + 1)

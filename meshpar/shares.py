@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,9 +138,21 @@ def cut_as(whole: Tensor, x: DTensor) -> DTensor:
     return laid_as(x, piece.to(x.device, copy=True, memory_format=torch.contiguous_format))
 
 
+def rows_of_all(piece: Tensor, dim: int, rows: int, group: dist.ProcessGroup, axis: str, label: str) -> Tensor:
+    """Give all rows of a dim, of which each rank of a group has its chunk; not differentiable.
+
+    Communication:
+        One all-gather of pieces that are padded to one size.
+    """
+    even = F.pad(piece, [0, 0] * (piece.dim() - 1 - dim) + [0, -(-rows // group.size()) - piece.shape[dim]])
+    pieces = all_gather(even.movedim(dim, 0).contiguous(), group, axis, label, kind="parameters")
+    # Only the last piece with rows can be short, so that what is cut off at the end is all of the padding.
+    return pieces.flatten(0, 1).narrow(0, 0, rows).movedim(0, dim)
+
+
 @torch.no_grad()
 def whole_of(x: Tensor) -> Tensor:
-    """Give all of a tensor on every rank.
+    """Give all of a tensor, plain, on every rank.
 
     Communication:
         An all-gather along each mesh dim that cuts it, on all ranks of its mesh.
@@ -152,12 +165,7 @@ def whole_of(x: Tensor) -> Tensor:
     piece = piece.to(mesh.device_type)
     for dim, (cuts, _) in enumerate(_cuts(x.shape, mesh.shape, x.placements, _coordinates(mesh))):
         for cut in reversed(cuts):
-            p, n = mesh.size(cut.mesh_dim), cut.span[1] - cut.span[0]
-            if p == 1:
-                continue
-            # Only the last piece with rows can be short, so that what is cut off at the end is all of the padding.
-            rows = -(-n // p)
-            even = F.pad(piece, [0, 0] * (piece.dim() - 1 - dim) + [0, rows - piece.shape[dim]]).movedim(dim, 0)
-            pieces = all_gather(even.contiguous(), mesh.get_group(cut.mesh_dim), "", "|whole_of", kind="parameters")
-            piece = pieces.flatten(0, 1).narrow(0, 0, n).movedim(0, dim)
+            if mesh.size(cut.mesh_dim) > 1:
+                axis, n = (mesh.mesh_dim_names or ())[cut.mesh_dim], cut.span[1] - cut.span[0]
+                piece = rows_of_all(piece, dim, n, mesh.get_group(cut.mesh_dim), axis, "|whole_of")
     return piece.contiguous()

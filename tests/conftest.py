@@ -21,6 +21,7 @@ SLOW_FILES = (
         "test_compile.py",
         "test_integration.py",
         "test_attention.py",
+        "test_attention_drawn.py",
         "test_multihead.py",
         "test_contract.py",
         "test_lookup.py",
@@ -77,6 +78,7 @@ SLOW_NAMES = (
     "small_dev_shm",
     "half_a_file",
     "shared_memory_does_not_reach",
+    "runs_under_torchrun",
 )
 QUICK_NAMES = (
     *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),

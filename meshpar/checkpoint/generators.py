@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.mesh import coordinates
+from meshpar.mesh import coordinate
 from meshpar.rewrite import state_of
 
 
@@ -33,13 +33,8 @@ def sizes_of(mesh: DeviceMesh | None) -> dict[str, int]:
 
 
 def sample_coordinate(mesh: DeviceMesh | None, rank: int | None = None) -> int:
-    """Number the part of the batch that a rank has, this one by default: along data, and replica where there is one."""
-    number = 0
-    if mesh is not None:
-        for axis, size, at in zip(mesh.mesh_dim_names or (), mesh.shape, coordinates(mesh, rank), strict=True):
-            if axis in ("replica", "data"):
-                number = number * int(size) + at
-    return number
+    """Number the part of the batch that a rank has, this one by default."""
+    return 0 if mesh is None else coordinate(mesh, "data", rank)
 
 
 def generator_states() -> dict[str, Any]:

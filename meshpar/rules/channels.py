@@ -150,7 +150,8 @@ def own_weight(w: Tensor, share: Share, placements: Sequence[Placement], op: str
     if split_dim(w, share.axis) == dim:
         assert isinstance(w, DTensor)
         differs = [Partial() if isinstance(p, Shard) else Replicate() for p in computing]
-        piece = pieces.local(w, [w.placements[axis] if axis == share.axis else p for axis, p in enumerate(differs)])
+        same = [axis == share.axis or share.mesh.size(axis) == 1 for axis in range(share.mesh.ndim)]
+        piece = pieces.local(w, [w.placements[axis] if same[axis] else p for axis, p in enumerate(differs)])
         # The parts of the layer: a bias that the model makes (queries and values alone have one) is not marked.
         return packed.own_rows(piece, dim, w.shape[dim], share.parts, share.mesh, share.axis, f"{op} (fused weight)")
     full: Tensor = pieces.companion(w, share.mesh, computing)

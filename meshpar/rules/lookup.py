@@ -266,7 +266,9 @@ def embedding(
     else:
         assert isinstance(weight, DTensor)
         differs = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
-        own = pieces.local(weight, [weight.placements[i] if i == tensor else p for i, p in enumerate(differs)])
+        own = pieces.local(
+            weight, [weight.placements[i] if i == tensor or mesh.size(i) == 1 else p for i, p in enumerate(differs)]
+        )
         found = _looked_up(piece, own, padding_idx, pieces.my_chunk(mesh, tensor, weight.shape[0]), split)
         if split == 1:
             placements[tensor] = Shard(input.dim())

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from meshpar import canvas, pieces, private
-from meshpar.errors import ShardingError, explain
-from meshpar.gathering import gather_call, layout_after
+from meshpar.gathering import check_targets, gather_call, layout_after
 from meshpar.private import pytree
 from meshpar.registry import RULES, functions, inplace_position, name_of, rule
 from meshpar.spmd import call
@@ -161,18 +160,6 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     return handler
 
 
-def _not_plain(target: Any, op: str) -> None:
-    if not isinstance(target, DTensor):
-        raise ShardingError(
-            explain(
-                f"{op}: cannot write activations into a plain tensor.",
-                got=f"a plain tensor {tuple(target.shape)} to write into",
-                needs="an activation as the target: a plain tensor is the same on every rank, these values differ",
-                fix="make it with zeros_like(x) or x.new_zeros(...), or write y = y + x",
-            )
-        )
-
-
 def write_into(target: Any, value: Any, op: str, *, cast: bool = True) -> Any:
     """Write values into an activation, or into several, and give it back.
 
@@ -189,9 +176,7 @@ def write_into(target: Any, value: Any, op: str, *, cast: bool = True) -> Any:
     if isinstance(target, tuple | list):
         parts = [write_into(t, v, op, cast=cast) for t, v in zip(target, value, strict=True)]
         return type(value)(parts) if isinstance(value, tuple) and type(value) is not tuple else tuple(parts)
-    if not isinstance(target, DTensor) and isinstance(value, DTensor) and pieces.is_constant(value):
-        return target.copy_(pieces.full(value, op))  # a buffer
-    _not_plain(target, op)
+    check_targets(target, op)
     if not cast:
         _check_cast(value.dtype, target.dtype)
     if not isinstance(value, DTensor):
@@ -214,7 +199,7 @@ def _write_mapped(
     func: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op: str
 ) -> DTensor:
     """Compute on the pieces, then write: the source is a copy, since the backward may need it as it was."""
-    _not_plain(target, op)
+    check_targets(target, op)
     shape = torch.broadcast_shapes(target.shape, *(x.shape for x in _tensors(args, kwargs)))
     if shape != target.shape:
         text = f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
@@ -276,7 +261,7 @@ def _part_setter(name: str) -> Callable[..., None]:
 
     def handler(target: Any, value: Any) -> None:
         """Write into the real or the imaginary part of an activation."""
-        _not_plain(target, op)
+        check_targets(target, op)
         if not target.is_complex() and name == "real":
             write_into(target, torch.as_tensor(value), op)
             return

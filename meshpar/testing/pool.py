@@ -92,7 +92,8 @@ def run_ranks(fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float
     """Run `fn(*args, **kwargs)` on ranks 0 to num_ranks - 1 and return their results.
 
     The default process group is gloo over 127.0.0.1, one thread a rank. The processes are kept for the next
-    call, and so is what `fn` leaves in them. A mesh made anew in every call adds threads and open files, so
+    call, and so is what `fn` leaves in them; the random numbers of torch, numpy and Python start anew in every
+    call, the same ones on all ranks. A mesh made anew in every call adds threads and open files, so
     that the pool must start anew now and then: make meshes in a function under functools.cache.
 
     Args:

@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import pickle
+import random
 import signal
 import sys
 import tempfile
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 _DUMP_S = 0.3  # for a hung rank to write where it hangs
 _MAX_FILES = 256  # open in a rank: groups that calls have left behind, about 8 files and 6 threads a mesh
+_SEED = 0
 _DEATH_S = 1.0  # for a rank whose socket is closed to become a zombie
 
 
@@ -147,7 +149,12 @@ def _join(rank: int, num_ranks: int, conn: Connection, timeout_s: float) -> None
 
 
 def _call(call: bytes) -> Any:
+    """Start every call at the same random state on all ranks, whatever the last one drew on some of them."""
     fn, args, kwargs = pickle.loads(call)
+    random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
     return fn(*args, **kwargs)
 
 

@@ -1,23 +1,20 @@
 """The main job: a U-Net on real climate data, on meshes of processes, with the loss curve of one process."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ROOT, largest_difference, run_example
 
 import meshpar
 from meshpar.testing import mesh_for, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import forecast  # noqa: E402 (an example is a script, not a package)
-from climate import Samples, read_fields  # noqa: E402
+import forecast
+from climate import Samples, read_fields
 
 
 def plan_of(samples: Samples, data_size: int) -> forecast.Plan:
@@ -50,18 +47,7 @@ def test_twenty_steps_on_the_climate_data_equal_one_process(spec):
 
 
 def test_the_command_runs_under_torchrun(tmp_path):
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "forecast.py")]
-    options = ["--mesh", "data=1,domain=2", "--steps", "2", "--width", "4", "--synthetic", "37x24"]
-    answer = subprocess.run(
-        [*command, *options, "--compare", "--dtype", "float64", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    assert "0 gathers" in answer.stdout
-    difference = float(answer.stdout.split("largest relative difference")[1].split(":")[1])
-    assert difference < 1e-10
+    printed = run_example("forecast.py", tmp_path)
+    assert "0 gathers" in printed
+    assert largest_difference(printed) < 1e-10
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,5 @@
 """The example on zarr: the loss curve of one process that holds everything, from stores of which ranks read rows."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ROOT, largest_difference, run_example
 
 import meshpar
 from meshpar.testing import mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import forecast  # noqa: E402 (an example is a script, not a package)
-import forecast_zarr  # noqa: E402
-from climate import Samples, read_fields, travelling_waves  # noqa: E402
+import forecast
+import forecast_zarr
+from climate import Samples, read_fields, travelling_waves
 
 
 def curves(spec: str, path: Path) -> tuple[list[float], float]:
@@ -50,19 +48,9 @@ def test_the_loss_curve_from_zarr_is_that_of_one_process(spec, tmp_path):
 
 
 def test_the_command_on_zarr_runs_under_torchrun(tmp_path):
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "forecast_zarr.py")]
-    options = ["--mesh", "data=1,domain=2", "--steps", "2", "--width", "4", "--synthetic", "37x24", "--compare"]
-    answer = subprocess.run(
-        [*command, *options, "--dtype", "float64", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert answer.returncode == 0, answer.stderr[-2000:]
-    assert "of which this process reads rows 0 to 19" in answer.stdout
-    assert float(answer.stdout.split("largest relative difference")[1].split(":")[1]) < 1e-10
+    printed = run_example("forecast_zarr.py", tmp_path)
+    assert "of which this process reads rows 0 to 19" in printed
+    assert largest_difference(printed) < 1e-10
 
 
 def test_a_store_is_written_once_and_whole(tmp_path):

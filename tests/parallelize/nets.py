@@ -110,3 +110,15 @@ class PeriodicConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.conv2d(F.pad(F.pad(input, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1)), self.weight, self.bias)
+
+
+def curve_of(model, optimizer, pairs, loss_of) -> list[float]:
+    """Train on pairs of inputs and targets, a step each; give the losses."""
+    losses = []
+    for x, y in pairs:
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -97,15 +97,7 @@ class Methods(nn.Module):
 
 
 def curve(model, params, batches, loss_of) -> list[float]:
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    losses = []
-    for x, y in batches:
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return nets.curve_of(model, torch.optim.SGD(params, lr=0.1), batches, loss_of)
 
 
 def trained(spec: str, make, shapes, *, backend: str, method: str, layout: str | None = None):

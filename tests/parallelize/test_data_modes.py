@@ -64,14 +64,7 @@ def batches(layout: str | None, num: int = 3) -> list[tuple[torch.Tensor, torch.
 
 def train(model, pairs, loss_of, *, foreach: bool | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=foreach)
-    losses = []
-    for x, y in pairs:
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return nets.curve_of(model, optimizer, pairs, loss_of)
 
 
 def own_part(pairs, mesh):

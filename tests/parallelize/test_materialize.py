@@ -18,6 +18,10 @@ import meshpar
 from meshpar import private
 from meshpar.testing import RankError, mesh_for, run_ranks
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+
+import runs
+
 
 class Net(nn.Module):
     """Layers with recipes of many kinds, in the order of their constructors; a tie; a 0-d parameter."""
@@ -183,9 +187,6 @@ def test_values_from_a_checkpoint_or_a_state_dict(tmp_path):
 
 def split_over_tensor(spec: str, folder: str) -> None:
     """Weights that the tensor axis has split before `fully_shard`, by hand."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-    import runs
-
     torch.manual_seed(2)
     reference = runs.Parts()
     with torch.device("meta"):
@@ -205,17 +206,8 @@ def split_over_tensor(spec: str, folder: str) -> None:
     same_values(drawn, Scaled())
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 11)
-        self.second = nn.Linear(11, 5, bias=False)
-        self.norm = nn.LayerNorm(5)
-        self.odd = nn.Linear(4, 3)
-        self.conv = nn.Conv2d(3, 7, 3)
-        self.table = nn.Embedding(9, 5)
-        self.scale = nn.Parameter(torch.empty(()))
-        self.reset_parameters()
+class Scaled(runs.Parts):
+    """Parts with a recipe for the parameter of their own."""
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.scale, 1.5)

@@ -3,10 +3,12 @@
 import functools
 import os
 import pickle
+import random
 import signal
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -28,6 +30,12 @@ def scaled_sum(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
 
 def setting() -> tuple[str, int, int, str]:
     return dist.get_backend(), dist.get_world_size(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def drawn(more: bool) -> tuple[float, float, float]:
+    if more and dist.get_rank():
+        drawn(more=False)
+    return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
 def raise_on(ranks: tuple[int, ...]) -> int:
@@ -243,6 +251,13 @@ def test_a_function_that_destroys_the_group_costs_the_pool():
     assert run_ranks(leave_the_group, 2) == [None, None]
     assert_gone(before)
     assert not set(pids(2)) & set(before)
+
+
+def test_every_call_draws_the_same_numbers_on_all_ranks():
+    assert len(set(run_ranks(drawn, 2, more=True))) == 2
+    first, second = run_ranks(drawn, 2, more=False), run_ranks(drawn, 2, more=False)
+    assert first == second
+    assert first[0] == first[1]
 
 
 @pytest.mark.parametrize("num_ranks", [0, 9])
