@@ -93,6 +93,26 @@ def resolve_master_addr() -> str:
     return next((address for address in [*named, *probed, *owned] if address in owned), "127.0.0.1")
 
 
+def reachable_address() -> str:
+    """Give an address of this host for other ranks, without resolving a name: of gloo's interface where one is set.
+
+    Else the first of the interfaces, `PREFERRED` names first, IPv4 before IPv6; else 127.0.0.1.
+    """
+    known = {interface.name: interface for interface in interfaces()}
+    chosen = [known[name] for name in os.environ.get(GLOO, "").split(",") if name in known]
+    given = [address for interface in chosen for address in interface.addresses if not _is_local_to_link(address)]
+    owned = [address for interface in known.values() for address in interface.routable()]
+    return next(iter([*sorted(given, key=_is_v6), *sorted(owned, key=_is_v6)]), "127.0.0.1")
+
+
+def _is_v6(address: str) -> bool:
+    return ":" in address
+
+
+def _is_local_to_link(address: str) -> bool:
+    return ipaddress.ip_address(address).is_link_local
+
+
 def _addresses_of(host: str) -> list[str]:
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshpar import private, record, runtime
 from meshpar.errors import PeerError, SpecError, explain
 from meshpar.mesh import coordinates
+from meshpar.peers import who_is_gone
 from meshpar.trees import leaves
 
 SAMPLES = ("data",)
@@ -53,10 +54,11 @@ def heard(mine: Tensor, group: dist.ProcessGroup | None, num_ranks: int, axis: s
         private.all_gather(everyone, mine, group)
     except RuntimeError as error:
         told = str(error).splitlines()
+        gone = who_is_gone(error)
         raise PeerError(
             explain(
                 f"{op}: not all ranks came.",
-                got=[f"rank {dist.get_rank()} waited for the other ranks ({axis})", *told[:1]],
+                got=[f"rank {dist.get_rank()} waited for the other ranks (axis {axis})", *gone, *told[:1]],
                 needs="every rank to take the same number of steps, with a batch in each",
                 fix="look for the first error among the ranks; go over the data with meshpar.in_step(loader, mesh), or "
                 "DataSampler, and no rank ends its loop before the others",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar import private, record
+from meshpar.peers import naming
 
 _REQUEST = "str group_name, str axis, str label, str kind, bool backward"
 torch.library.define("meshpar::all_reduce", f"(Tensor x, {_REQUEST}) -> Tensor")
@@ -33,6 +34,9 @@ def all_reduce(
 
     Communication:
         One all-reduce.
+
+    Raises:
+        PeerError: a rank died, or did not come within the timeout of the group; so do the others.
     """
     return torch.ops.meshpar.all_reduce.default(x, group.group_name, axis, label, kind, backward)  # type: ignore[no-any-return]
 
@@ -74,7 +78,8 @@ def _all_reduce(x: Tensor, group_name: str, axis: str, label: str, kind: str, ba
     total = x.detach().to(_summable(x.dtype), copy=True, memory_format=torch.contiguous_format)
     p = group.size()
     record.note(label, kind, axis, 2 * x.numel() * x.element_size() * (p - 1) // p, backward=backward)
-    dist.all_reduce(_real(total), group=group)
+    with naming(group, axis, label):
+        dist.all_reduce(_real(total), group=group)
     return total.to(x.dtype)
 
 
@@ -87,7 +92,8 @@ def _all_gather(x: Tensor, group_name: str, axis: str, label: str, kind: str, ba
     out = torch.empty((p, *mine.shape), dtype=mine.dtype, device=mine.device)
     # A single number may have any stride: compiled code gives it 0.
     flat = mine.as_strided((mine.numel(),), (1,))
-    private.all_gather(out.view(-1).view(torch.uint8), flat.view(torch.uint8), group)
+    with naming(group, axis, label):
+        private.all_gather(out.view(-1).view(torch.uint8), flat.view(torch.uint8), group)
     return out
 
 
@@ -99,7 +105,8 @@ def _sum_scatter(x: Tensor, group_name: str, axis: str, label: str, kind: str, b
     record.note(
         label, kind, axis, given.numel() * given.element_size() * (len(given) - 1) // len(given), backward=backward
     )
-    private.reduce_scatter(_real(out).view(-1), _real(given).view(-1), group)
+    with naming(group, axis, label):
+        private.reduce_scatter(_real(out).view(-1), _real(given).view(-1), group)
     return out.to(x.dtype)
 
 

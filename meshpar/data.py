@@ -35,6 +35,7 @@ from meshpar.parameters import (
     shard_plain_values,
     summed_grad,
 )
+from meshpar.peers import naming
 from meshpar.precision import Precision, cast, computes_weights, kept_whole, round_computed, unrounded
 from meshpar.units import inner_first, units
 
@@ -162,6 +163,7 @@ def fully_shard_over(
     as_they_are = unrounded(module) if told else {}
     left = _replicate_odd(module, chosen, lies, kept_whole(module) if told else set())
     private.keep_missing_gradients()
+    private.name_failures_of_fully_shard(naming)
     for unit in [*chosen, module]:
         full = any(unit is u for u in unrounded_units)
         # The root, too, frees its parameters after the forward: were they still there, `torch.autograd.grad` of them

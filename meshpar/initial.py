@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar import private
 from meshpar.errors import SpecError, explain
+from meshpar.peers import naming
 
 BUCKET_BYTES = 64 * 2**20
 """Size of the messages by which initial values travel."""
@@ -59,6 +60,7 @@ def make_equal(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         SpecError: the ranks hold different models; on all ranks, before the broadcasts.
+        PeerError: a rank died, or did not come within the timeout of the group.
     """
     _same_structure(module, mesh)
     tensors = [t for t in _distinct([*module.parameters(), *module.buffers()]) if not t.is_meta]
@@ -81,7 +83,8 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _broadcast(tensors: list[Tensor], mesh: DeviceMesh) -> None:
     with torch.no_grad():
         flat = torch.cat([t.detach().reshape(-1) for t in tensors]).to(mesh.device_type)
-        dist.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, src=int(mesh.mesh.min()))
+        with naming(None, "mesh", "|parallelize"):
+            dist.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, src=int(mesh.mesh.min()))
         for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             t.copy_(part.view_as(t))
 
@@ -92,7 +95,8 @@ def _same_structure(module: nn.Module, mesh: DeviceMesh) -> None:
     digest = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
     mine = torch.tensor([digest, len(names)], dtype=torch.int64, device=mesh.device_type)
     everyone = torch.empty(2 * mesh.size(), dtype=torch.int64, device=mesh.device_type)
-    private.all_gather(everyone, mine, None)
+    with naming(None, "mesh", "|parallelize"):
+        private.all_gather(everyone, mine, None)
     rows = everyone.view(-1, 2).tolist()
     odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if odd:

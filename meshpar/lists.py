@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar import private
+from meshpar.peers import naming
 
 ELEMENTWISE = (
     "abs add addcdiv addcmul clamp_max clamp_min clone copy div exp lerp log maximum minimum mul neg pow reciprocal "
@@ -71,22 +72,23 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     grads, found_inf, scale = args
     op(_piece(grads), _piece(found_inf), _piece(scale), **kwargs)
-    for group in groups_of(grads):
-        dist.all_reduce(_piece(found_inf), op=dist.ReduceOp.MAX, group=group)
+    for group, axis in groups_of(grads).items():
+        with naming(group, axis, "|unscale_"):
+            dist.all_reduce(_piece(found_inf), op=dist.ReduceOp.MAX, group=group)
 
 
-def groups_of(tensors: Any) -> list[dist.ProcessGroup]:
-    """Give the groups of ranks over which any of some tensors is spread, each once, in the order of the tensors."""
-    found: dict[dist.ProcessGroup, None] = {}
+def groups_of(tensors: Any) -> dict[dist.ProcessGroup, str]:
+    """Give the groups over which any of some tensors is spread, in the order of the tensors, and their axes."""
+    found: dict[dist.ProcessGroup, str] = {}
     for x in tensors:
-        for group in sharing_groups(x):
-            found[group] = None
-    return list(found)
+        found |= sharing_groups(x)
+    return found
 
 
-def sharing_groups(x: Tensor) -> list[dist.ProcessGroup]:
-    """Give the groups along which the ranks hold different pieces of a tensor."""
+def sharing_groups(x: Tensor) -> dict[dist.ProcessGroup, str]:
+    """Give the groups along which the ranks hold different pieces of a tensor, and the axis of each."""
     if not isinstance(x, DTensor):
-        return []
-    mesh = x.device_mesh
-    return [mesh.get_group(i) for i, p in enumerate(x.placements) if not p.is_replicate() and mesh.size(i) > 1]
+        return {}
+    mesh, names = x.device_mesh, x.device_mesh.mesh_dim_names or ()
+    cut = [i for i, p in enumerate(x.placements) if not p.is_replicate() and mesh.size(i) > 1]
+    return {mesh.get_group(i): names[i] if names else str(i) for i in cut}

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshpar import guard, lists, private, runtime, shortcut
+from meshpar import guard, lifelines, lists, private, runtime, shortcut
 from meshpar.config import read_config
 from meshpar.errors import SpecError, explain
+from meshpar.peers import naming
 
 AXES = ("data", "domain", "tensor")
 """The axes that every mesh has, in order; size 1 where unused."""
@@ -237,7 +238,8 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
 
     Communication:
         The making of the groups, and one tiny ring of sends on every axis: on NCCL the first batched send of a
-        group must include all of its ranks.
+        group must include all of its ranks. Once in a job an all-gather of 64 bytes, so that a rank that is lost
+        later can be named.
 
     Raises:
         SpecError: the spec is wrong or does not fit the world; on all ranks, before any group is made.
@@ -245,6 +247,7 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
     guard.install()
     shortcut.install()
     lists.install()
+    private.name_failures_of_dtensor(naming)
     if isinstance(spec, DeviceMesh):
         return _checked(spec)
     resolved = MeshSpec.parse(spec).resolve(runtime.world_size())
@@ -256,6 +259,7 @@ def make_mesh(spec: str | Mapping[str, Any] | MeshSpec | DeviceMesh, device_type
     setattr(mesh, _REPLICAS, resolved.replica)
     _flatten(mesh)
     _warm(mesh)
+    _exchange_lines(mesh)
     return mesh
 
 
@@ -329,7 +333,22 @@ def _checked(mesh: DeviceMesh) -> DeviceMesh:
             )
         )
     _warm(mesh)
+    _exchange_lines(mesh)
     return mesh
+
+
+def _exchange_lines(mesh: DeviceMesh) -> None:
+    """Let every rank know how to ask, after a failure, whether another is still there."""
+    world, size = dist.group.WORLD, dist.get_world_size()
+    if lifelines.is_known(world) or mesh.size() != size or size == 1:
+        return
+    device = runtime.local_device(mesh.device_type)
+    mine = lifelines.own_line().encode().ljust(lifelines.RECORD_BYTES, b"\0")
+    everyone = torch.zeros(size * len(mine), dtype=torch.uint8, device=device)
+    with naming(None, "mesh", "|make_mesh"):
+        private.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device), None)
+    rows = everyone.view(size, -1).tolist()
+    lifelines.learn(world, [bytes(row).rstrip(b"\0").decode("ascii", "replace") for row in rows])
 
 
 def _warm(mesh: DeviceMesh) -> None:
@@ -344,8 +363,9 @@ def _warm(mesh: DeviceMesh) -> None:
             dist.P2POp(dist.isend, out, group=group, group_peer=(me + 1) % size),
             dist.P2POp(dist.irecv, into, group=group, group_peer=(me - 1) % size),
         ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        with naming(group, axis, "|make_mesh"):
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
 
 
 def is_ours(mesh: DeviceMesh) -> bool:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one axis, and the error that names a lost peer.
+"""Messages between the ranks of one axis.
 
 Invariant: all sends are posted before all receives, one message a peer; peers are ranks of the axis's own group.
 """
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar import record
-from meshpar.errors import PeerError, explain
+from meshpar.errors import PeerError
+from meshpar.peers import peer_text, who_is_gone
 
 
 def room_for(x: Tensor, dim: int, rows: int) -> Tensor:
@@ -89,16 +90,10 @@ def exchange(
 def _peer_text(
     label: str, axis: str, group: dist.ProcessGroup, peers: Sequence[int], waits: Sequence[int], error: Exception
 ) -> str:
-    where, _, op = label.rpartition("|")
     ranks = dist.get_process_group_ranks(group)
-    told = str(error).splitlines()
-    return explain(
-        f"{where or 'root'}: {op} lost a peer on axis {axis}.",
-        got=[
-            f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in sorted(set(peers))]}",
-            f"it failed with global rank(s) {[ranks[peer] for peer in sorted(set(waits))]}",
-            told[0][:300] if told else type(error).__name__,
-        ],
-        needs="every rank of the axis to be alive and to run the same ops in the same order",
-        fix="look at the log of the ranks named; the first to fail says why. Restart the job from its last checkpoint",
-    )
+    got = [
+        f"rank {dist.get_rank()} exchanged rows with global rank(s) {[ranks[peer] for peer in sorted(set(peers))]}",
+        f"it failed with global rank(s) {[ranks[peer] for peer in sorted(set(waits))]}",
+        *who_is_gone(error),
+    ]
+    return peer_text(label, axis, got, error)

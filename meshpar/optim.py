@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshpar.errors import NonFiniteError, SpecError, explain
 from meshpar.lists import sharing_groups
+from meshpar.peers import naming
 
 
 @torch.no_grad()
@@ -128,11 +129,14 @@ def _total(held: list[Tensor], p: float) -> Tensor:
     device = next((x.device for x in pieces if x is not None), held[0].device)
     sums = torch.stack([_summed(x, p).to(device, _wide(device)) for x in pieces])
     groups: dict[dist.ProcessGroup, list[int]] = {}
+    axes: dict[dist.ProcessGroup, str] = {}
     for i, x in enumerate(held):
+        axes |= sharing_groups(x)
         for group in sharing_groups(x):
             groups.setdefault(group, []).append(i)
     for group, members in groups.items():
-        _reduce(sums, members, group, p)
+        with naming(group, axes[group], "|grad_norm"):
+            _reduce(sums, members, group, p)
     norms = sums if p == 0 or math.isinf(p) else sums.pow(1 / p)
     dtypes = [x.real.dtype if x.is_complex() else x.dtype for x in pieces if x is not None]
     answer = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch._library.effects import EffectType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -375,6 +376,66 @@ def keep_missing_gradients() -> None:
         return told(ctx, *args)
 
     setattr(hooked, name, staticmethod(wrapped))
+
+
+@functools.cache
+def name_failures_of_fully_shard(
+    naming: Callable[[Sequence[dist.ProcessGroup], str, str], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Run each collective of `fully_shard` inside `naming(groups, axes, label)`, from now on in this process.
+
+    Public as `set_custom_all_gather` and `set_custom_reduce_scatter` for two of them; whole when the sum over copies
+    can be given, too.
+    """
+    ops = {
+        "foreach_all_gather": (("group",), "all-gather of parameters"),
+        "foreach_all_gather_copy_out": (("group",), "all-gather of parameters"),
+        "foreach_reduce": (("reduce_scatter_group", "all_reduce_group"), "sum of gradients"),
+    }
+
+    def wrapped(function: Callable[..., Any], given: tuple[str, ...], op: str) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            told = signature.bind(*args, **kwargs).arguments
+            param = next(iter(told["fsdp_params"]), None)
+            if param is None:
+                return function(*args, **kwargs)
+            mesh, path = param.mesh_info.mesh, (getattr(param, "_param_fqn", None) or "").rpartition(".")[0]
+            groups = [g for g in (told.get(name) for name in given) if g is not None and g.size() > 1]
+            axes = [axis for axis in mesh.mesh_dim_names or () if mesh.get_group(axis) in groups]
+            with naming(groups, " or ".join(axes), f"{path}|fully_shard ({op})"):
+                return function(*args, **kwargs)
+
+        return inside
+
+    for name, (given, op) in ops.items():
+        setattr(_fsdp_param_group, name, wrapped(getattr(_fsdp_param_group, name), given, op))
+
+
+@functools.cache
+def name_failures_of_dtensor(
+    naming: Callable[[Sequence[dist.ProcessGroup], str, str], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Run what DTensor sends by itself inside `naming(groups, axes, label)`, from now on in this process.
+
+    Public when DTensor's collectives can be given, or hooked.
+    """
+    redistribute = _redistribute.redistribute_local_tensor
+
+    @functools.wraps(redistribute)
+    def inside(piece: Any, old: DTensorSpec, new: DTensorSpec, **kwargs: Any) -> Any:
+        pairs = enumerate(zip(old.placements, new.placements, strict=True))
+        moved = [i for i, (a, b) in pairs if a != b and old.mesh.size(i) > 1]
+        if torch.compiler.is_compiling() or not moved:
+            return redistribute(piece, old, new, **kwargs)
+        axes = [(old.mesh.mesh_dim_names or [str(j) for j in range(old.mesh.ndim)])[i] for i in moved]
+        with naming([old.mesh.get_group(i) for i in moved], " or ".join(axes), "|redistribute of a DTensor"):
+            return redistribute(piece, old, new, **kwargs)
+
+    for module in (_redistribute, _dispatch, _api):
+        module.redistribute_local_tensor = inside  # type: ignore[attr-defined]
 
 
 def replaced_parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:

@@ -34,7 +34,7 @@ SLOW_FILES = (
     *("test_reading.py", "test_forecast_zarr.py", "test_same_samples.py", "test_sampler.py"),
     *("test_data_modes.py", "test_precision.py", "test_units.py", "test_materialize.py", "test_recompute.py"),
     *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
-    *("test_shares.py", "test_compact.py", "test_lost.py"),
+    *("test_shares.py", "test_compact.py", "test_lost.py", "test_killed_peers.py", "test_two_hosts.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",

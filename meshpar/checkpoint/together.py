@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshpar.errors import CheckpointError, explain
+from meshpar.peers import who_is_gone
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -86,7 +87,7 @@ def everyone(team: Team, what: str, act: Callable[[], T], *, fix: str) -> list[T
     mine, error = _attempt(act)
     everybody: list[Any] = [mine] * team.size
     if team.size > 1:
-        _lost(what, lambda: dist.all_gather_object(everybody, mine, group=team.group))
+        _lost(what, team, lambda: dist.all_gather_object(everybody, mine, group=team.group))
     _check(what, everybody, fix, error)
     return everybody
 
@@ -103,7 +104,7 @@ def first(team: Team, what: str, act: Callable[[], T], *, fix: str) -> T:
     mine, error = _attempt(act) if team.rank == 0 else (None, None)
     told: list[Any] = [mine]
     if team.size > 1:
-        _lost(what, lambda: dist.broadcast_object_list(told, src=0, group=team.group))
+        _lost(what, team, lambda: dist.broadcast_object_list(told, src=0, group=team.group))
     _check(what, told, fix, error)
     return told[0]  # type: ignore[no-any-return]
 
@@ -120,7 +121,7 @@ def by_first(team: Team, what: str, act: Callable[[], T], combine: Callable[[lis
     mine, error = _attempt(act)
     given: list[Any] = [mine] * team.size
     if team.size > 1:
-        _lost(what, lambda: dist.gather_object(mine, given if team.rank == 0 else None, dst=0, group=team.group))
+        _lost(what, team, lambda: dist.gather_object(mine, given if team.rank == 0 else None, dst=0, group=team.group))
     parts: list[Any] = [None] * team.size
     if team.rank == 0:
         failures = [value for value in given if isinstance(value, _Failure)]
@@ -130,7 +131,11 @@ def by_first(team: Team, what: str, act: Callable[[], T], combine: Callable[[lis
     told: list[Any] = parts[:1]
     if team.size > 1:
         told = [None]
-        _lost(what, lambda: dist.scatter_object_list(told, parts if team.rank == 0 else None, src=0, group=team.group))
+        _lost(
+            what,
+            team,
+            lambda: dist.scatter_object_list(told, parts if team.rank == 0 else None, src=0, group=team.group),
+        )
     _check(what, told[0].values if isinstance(told[0], _All) else told, fix, error)
     return told[0]  # type: ignore[no-any-return]
 
@@ -144,14 +149,18 @@ def _attempt(act: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
         return _Failure(f"{type(error).__name__}: {error}", said=False), error
 
 
-def _lost(what: str, communicate: Callable[[], Any]) -> None:
+def _lost(what: str, us: Team, communicate: Callable[[], Any]) -> None:
     """Communicate, and say which step it was when a rank does not answer."""
     try:
         communicate()
     except RuntimeError as error:
         text = explain(
             what,
-            got=f"no answer of a rank: {error}",
+            got=[
+                f"rank {us.rank} of {us.size} had no answer of a rank",
+                *who_is_gone(error),
+                *str(error).splitlines()[:1],
+            ],
             needs="every rank to take part",
             fix="start again; checkpoints that were complete are as they were",
         )

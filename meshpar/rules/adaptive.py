@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from meshpar import pieces, record
 from meshpar.intervals import Interval, adaptive_rows, adaptive_window, chunks, intersect, interval_rows
+from meshpar.peers import naming
 from meshpar.registry import rule
 from meshpar.rules.pool import lowest
 from meshpar.rules.spatial import settle, sharded_dims
@@ -261,9 +262,11 @@ def best_over(values: Tensor, where: Tensor, mesh: DeviceMesh, axis: int, op: st
 def _all_gathered(x: Tensor, mesh: DeviceMesh, axis: int, label: str) -> Tensor:
     p = mesh.size(axis)
     out = x.new_empty((p, *x.shape))
-    dist.all_gather_into_tensor(out.view(-1), x.detach().contiguous().view(-1), group=mesh.get_group(axis))
+    name = pieces.axes_of(mesh)[axis]
+    with naming(mesh.get_group(axis), name, label):
+        dist.all_gather_into_tensor(out.view(-1), x.detach().contiguous().view(-1), group=mesh.get_group(axis))
     num_bytes = x.numel() * x.element_size() * (p - 1)
-    record.note(label, "reduction", pieces.axes_of(mesh)[axis], num_bytes)
+    record.note(label, "reduction", name, num_bytes)
     return out
 
 

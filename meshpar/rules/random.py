@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from meshpar import pieces, record
 from meshpar.gathering import gather_call, is_split
 from meshpar.mesh import axis_group, coordinate
+from meshpar.peers import naming
 from meshpar.registry import RANDOM, functions, name_of, rule, same_numbers
 from meshpar.rules.pointwise import write_into
 from meshpar.rules.reduce import settled
@@ -74,7 +75,8 @@ def first_ranks_generator(generator: torch.Generator | None, device: torch.devic
     own = generator.get_state()
     # Generator states live on the CPU; a backend without CPU tensors needs them on its own device.
     shared = own.clone() if "gloo" in dist.get_backend() else own.to(torch.device("cuda", torch.cuda.current_device()))
-    dist.broadcast(shared, src=0)
+    with naming(None, "world", record.here(op)):
+        dist.broadcast(shared, src=0)
     num_bytes = shared.numel() if dist.get_rank() == 0 else 0
     record.note(record.here(op), "random", "world", num_bytes)
     generator.set_state(shared.cpu())
@@ -150,7 +152,8 @@ def piece_seed(
     for axis, placement in enumerate(placements):
         name = pieces.axes_of(mesh)[axis]
         if mesh.size(axis) > 1 and not placement.is_shard():
-            dist.broadcast(seed, group=axis_group(mesh, name), group_src=0)
+            with naming(axis_group(mesh, name), name, record.here(op)):
+                dist.broadcast(seed, group=axis_group(mesh, name), group_src=0)
             record.note(record.here(op), "random", name, 8 if coordinate(mesh, name) == 0 else 0)
     number = int(seed.item())
     for axis, placement in enumerate(placements):

@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("killed.py")
 def play(scene, folder):
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), scene, str(folder)], env=env, capture_output=True, text=True, timeout=160
+        [sys.executable, str(PROGRAM), scene, str(folder)], env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

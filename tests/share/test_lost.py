@@ -103,7 +103,7 @@ def main():
 @pytest.fixture(scope="module")
 def done():
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=170)
+    return subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
