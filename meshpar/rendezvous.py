@@ -37,8 +37,12 @@ def agree_address(launch: Launch) -> None:
         Under MPI with mpi4py: one broadcast over MPI.
 
     Raises:
-        SpecError: the ranks are on several hosts and nothing names that of rank 0; MASTER_PORT is not a port.
+        SpecError: the ranks are on several hosts and nothing names that of rank 0; MASTER_ADDR is empty, or
+            MASTER_PORT not a port.
     """
+    if os.environ.get("MASTER_ADDR", "x").strip() == "":
+        needs, fix = "a name or an address of the host of rank 0", "unset it"
+        raise SpecError(explain("MASTER_ADDR: not an address.", got="MASTER_ADDR=''", needs=needs, fix=fix))
     picked = _broadcast(launch)
     guessed = []
     if picked is None and "MASTER_ADDR" not in os.environ:
@@ -77,9 +81,9 @@ def _address(launch: Launch) -> str:
 
 
 def _check_port(text: str) -> None:
-    if not re.fullmatch(r"\s*\d{1,5}\s*", text) or int(text) > 65535:
+    if not re.fullmatch(r"\s*[0-9]{1,5}\s*", text) or not 0 < int(text) <= 65535:  # 0 is another one on every rank
         got = f"MASTER_PORT={text!r}"
-        raise SpecError(explain("MASTER_PORT: not a port.", got=got, needs="0 to 65535", fix="leave it unset"))
+        raise SpecError(explain("MASTER_PORT: not a port.", got=got, needs="1 to 65535", fix="leave it unset"))
 
 
 def _broadcast(launch: Launch) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,10 @@ __all__ = [
     "setup",
     "world_size",
 ]
+
+
+LONGEST_S = 10**8
+"""The longest time limit: three years."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +154,27 @@ def select_device(
         set_benchmark: let cuDNN try out its algorithms.
 
     Raises:
-        SpecError: more ranks on this host than GPUs, or a GPU that is not there.
+        SpecError: more ranks on this host than GPUs, a GPU that is not there, or no device at all.
 
     Example:
         >>> select_device(3, "cpu")
         device(type='cpu')
     """
-    chosen = torch.device(device) if device is not None else torch.device(_default_type())
+    chosen = _device(device)
     if chosen.type == "cuda":
         chosen = _gpu(local_rank, chosen)
         torch.cuda.set_device(chosen)
         if set_benchmark:
             torch.backends.cudnn.benchmark = True
     return chosen
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(_default_type() if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        got, needs = f"device={device!r}: {str(error).splitlines()[0]}"[:300], "a device, or None for the best one"
+        raise SpecError(explain("device: not known.", got=got, needs=needs, fix='"cuda" or "cpu"')) from error
 
 
 def _gpu(local_rank: int, wanted: torch.device) -> torch.device:
@@ -237,6 +250,7 @@ def setup(
     if mode not in DISTRIBUTED_MODES or dist.is_initialized():
         return
     _check_given(rank, world_size)
+    _check_timeout(timeout_s)
     if device_id is None:
         device = local_device(default_device_type() if backend != "gloo" else "cpu")
     else:
@@ -249,8 +263,16 @@ def setup(
     _start(launch, device, backend=backend, timeout_s=timeout_s)
 
 
+def _check_timeout(timeout_s: object) -> None:
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and 0 < timeout_s <= LONGEST_S):  # type: ignore[operator]
+        got, needs = f"timeout_s={timeout_s!r}", f"seconds, more than 0 and at most {LONGEST_S:g}"
+        raise SpecError(explain("process group: cannot be started.", got=got, needs=needs, fix="timeout_s=600"))
+
+
 def _check_given(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (rank, world_size))
+    if not whole or not 0 <= rank < world_size:
         got = f"rank={rank}, world_size={world_size}"
         needs = "a rank from 0 to the number of ranks less one"
         raise SpecError(explain("process group: cannot be started.", got=got, needs=needs, fix="see get_rank_info"))
@@ -294,12 +316,15 @@ def distributed(
         ...     process.world_size
         1
     """
+    _check_timeout(timeout_s)
+    if local_rank is not None:
+        _check_given(local_rank, LONGEST_S if world_size is None else world_size)
     launch = _given(rank, world_size, local_rank) or read_launch(os.environ)
     if launch is None:
         _say_alone(forgotten_launcher(os.environ))
         launch = Launch("none", 0, 1, 0)
     local = local_rank if local_rank is not None else launch.local_rank
-    wants_gpu = torch.device(device or _default_type()).type == "cuda"
+    wants_gpu = _device(device).type == "cuda"
     if local is None and wants_gpu:
         local = _known_local_rank(launch)
     chosen = select_device(local or 0, device)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +30,7 @@ Note = dict[str, Any]
 """What a rank tells: anything that JSON can hold."""
 
 _FRAME_BYTES = 16384
-_TEXT_CHARS = 1200  # of an error that is passed on; JSON writes up to 12 bytes for one
+_TEXT_CHARS = 1200  # of an error that is passed on; JSON writes up to 6 bytes for one
 _PATIENCE = datetime.timedelta(days=1)  # once all have come: a rank that dies then is noticed at once
 _KINDS: dict[str, type[MeshparError]] = {kind.__name__: kind for kind in (PeerError, ShareError, SpecError)}
 
@@ -42,6 +44,8 @@ class _Line:
     group: Any
     made: int
     count: int = 0
+    held: dict[int, int] = field(default_factory=dict)
+    """How many channels each thread has open: calls of two threads could not be told apart by their numbers."""
     unfinished: list[Channel] = field(default_factory=list)
     """Channels that failed: a message that arrives for a buffer that is gone would stop all that come after it."""
 
@@ -62,6 +66,17 @@ class Channel:
     inbox: dict[tuple[int, int], tuple[Tensor, Any]] = field(default_factory=dict)
     sent: list[tuple[Tensor, Any]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
+    has_failed: bool = False
+    """Whether a step has raised, as it did on all ranks."""
+    told: int = -1
+    """The last step of which this rank has told the others."""
+    pid: int = field(default_factory=os.getpid)
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tell whether this is a fork of the process that opened the channel, which has no part in it."""
+        return os.getpid() != self.pid
 
     @property
     def is_first(self) -> bool:
@@ -90,32 +105,43 @@ class Channel:
             answer, cause = self._verdict(notes), None
             if "failed" not in answer and combine is not None:
                 answer, cause = _attempt(lambda: combine(notes))
-            error = error or cause
+            error, self.told = error or cause, step
             posted = [self._post(step, rank, answer) for rank in self.ranks[1:]]
             for rank, work in zip(self.ranks[1:], posted, strict=True):
                 if work is not None and rank not in self.gone:
                     with contextlib.suppress(RuntimeError):  # lost after it spoke: the next to wait for it will say so
                         work.wait(datetime.timedelta(seconds=self.timeout_s))
         else:
+            self.told = step
             self._post(step, self.ranks[0], mine)
             answer = self._receive(step, self.ranks[0])
         if "failed" in answer:
+            self.has_failed = True
             self._keep()
             raise _KINDS[answer["kind"]](answer["failed"]) from error
         return answer
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others that the block of this rank raised, without waiting for them."""
+        """Tell the others that this rank raised, in its block or before, without waiting for them."""
         told = f"rank {self.here}: {type(error).__name__}: {error}"[:_TEXT_CHARS]
         text = explain(
-            f"{self.op}: a rank raised inside the block.",
+            f"{self.op}: a rank raised {'inside the block' if self.told >= HAND else 'before the block'}.",
             got=told.splitlines()[:5],
             needs="every rank to come to the end of the block",
             fix="look at the error of that rank",
         )
         for rank in self.peers():
-            self._post(LEAVE, rank, {"failed": text, "kind": "ShareError", "gone": True})
+            for step in range(self.told + 1, LEAVE + 1):
+                self._post(step, rank, {"failed": text, "kind": "ShareError", "gone": True})
+        self.told = LEAVE
         self._keep()
+
+    def close(self) -> None:
+        """Let other threads open channels among these ranks."""
+        if self.line is not None:
+            self.line.held[self.thread] -= 1
+            if not self.line.held[self.thread]:
+                del self.line.held[self.thread]
 
     def _keep(self) -> None:
         if self.line is not None:
@@ -137,7 +163,7 @@ class Channel:
     def _post(self, step: int, rank: int, note: Note) -> Any:
         assert self.line is not None
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        data = json.dumps(note).encode()
+        data = json.dumps(note, ensure_ascii=False).encode(errors="surrogatepass")
         assert len(data) <= _FRAME_BYTES, "a note is too long"
         frame[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
@@ -162,7 +188,7 @@ class Channel:
                 fix=f"look for the first error among the ranks, rank {rank} first; start again",
             )
             return {"failed": text, "kind": "PeerError", "gone": True}
-        note: Note = json.loads(bytes(frame.tolist()).rstrip(b"\0"))
+        note: Note = json.loads(bytes(frame.tolist()).rstrip(b"\0").decode(errors="surrogatepass"))
         return note
 
     def _tag(self, step: int) -> int:
@@ -195,6 +221,8 @@ def open_channel(op: str, ranks: tuple[int, ...], timeout_s: float) -> Channel:
         line = _LINES[key] = _Line(dist.group.WORLD, key, group, made)
     line.count += 1
     channel = Channel(op, ranks, here, timeout_s, line, line.count)
+    crossed = any(thread != channel.thread for thread in line.held)
+    line.held[channel.thread] = line.held.get(channel.thread, 0) + 1
     for rank in channel.peers():
         for step in (ENTER, HAND, LEAVE):
             frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
@@ -204,6 +232,17 @@ def open_channel(op: str, ranks: tuple[int, ...], timeout_s: float) -> Channel:
                 channel.inbox[step, rank] = frame, error
                 continue
             channel.inbox[step, rank] = frame, work
+    if crossed:
+        text = explain(
+            f"{op}: another thread of this process is in such a call with the same ranks.",
+            got=f"rank {here}, ranks {list(ranks)}",
+            needs="calls in one order on all ranks: those of two threads could change places",
+            fix="make the calls from one thread, or let each thread wait for the other",
+        )
+        refusal = SpecError(text)
+        channel.give_up(refusal)
+        channel.close()
+        raise refusal
     return channel
 
 

@@ -6,11 +6,13 @@ it is left when the block ends, nor when a process is killed.
 
 from __future__ import annotations
 
+import hashlib
+import operator
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from meshpar.share.packing import Parcel, pack, plain_tensor, safe_load
 from meshpar.share.segments import read_segment, rooms, whereabouts, write_segment
 from meshpar.share.workspace import write_state
 
+_LONGEST_S = 1e8  # gloo counts milliseconds in 64 bits, Python's time spans end at some 8e13 s
+_SHOWN_CHARS = 500
 _VISIBLE_S = 60.0  # the time that a network file system may take to show a file that is there
 
 
@@ -124,48 +128,83 @@ def _passed(
     folder: str | os.PathLike[str] | None,
     timeout_s: float,
 ) -> Iterator[list[Any]]:
-    order = _checked_ranks(op, ranks, group)
+    order = _checked_ranks(op, ranks, group, timeout_s)
     if (dist.get_rank() if dist.is_initialized() else 0) not in order:
         yield []
         return
     channel = open_channel(op, order, timeout_s)
-    values = _collect(channel, value, prepare, None if folder is None else os.fspath(folder))
     try:
-        yield values
-    except BaseException as error:
-        channel.give_up(error)
-        raise
-    else:
-        channel.step(LEAVE, dict)
+        with _leaving(channel):
+            values = _collect(channel, value, prepare, folder)
+        try:
+            with _leaving(channel):
+                yield values
+            if not channel.is_elsewhere:
+                channel.step(LEAVE, dict)
+        finally:
+            values.clear()
     finally:
-        values.clear()
+        channel.close()
 
 
-def _checked_ranks(op: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> tuple[int, ...]:
+@contextmanager
+def _leaving(channel: Channel) -> Iterator[None]:
+    """Tell the others of whatever is raised here, Ctrl-C, too, unless they know: it was raised by a step of theirs."""
+    try:
+        yield
+    except BaseException as error:
+        if not channel.has_failed and not channel.is_elsewhere:
+            channel.give_up(error)
+        raise
+
+
+def _checked_ranks(op: str, ranks: Sequence[int], group: dist.ProcessGroup | None, timeout_s: float) -> tuple[int, ...]:
     """Give the ranks, or say what is wrong with them; the same on all ranks, as the list is."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    members = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-    order = list(ranks)
-    wrong = [f"{rank!r}: not a rank of this job of {size}" for rank in order if rank not in range(size)]
+    given = list(ranks) if isinstance(ranks, Iterable) else [ranks]
+    order = [_as_rank(rank) for rank in given]
+    # A rank that a group was not made of has no list of its members: it is one of those that may call or not.
+    outside: bool = group is dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[comparison-overlap]
+    members = [0] if not dist.is_initialized() else order if outside else dist.get_process_group_ranks(group)
+    if outside and dist.get_rank() in order:
+        members = [rank for rank in order if rank != dist.get_rank()]
+    wrong = [
+        f"{r!r}: not a rank of this job of {size}" for r, n in zip(given, order, strict=True) if n not in range(size)
+    ]
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        wrong.append(f"timeout_s={timeout_s!r}: not a number of seconds")
     wrong += [f"{rank}: twice" for rank in sorted({rank for rank in order if order.count(rank) > 1})]
     wrong += [f"{rank}: not in the group {members}" for rank in order if rank in range(size) and rank not in members]
     if wrong or not order:
         needs, fix = "global ranks of the group, each once, the receiving one first", "ranks=list(range(world_size))"
-        got = [f"ranks={order}", *wrong[:5]]
+        got = [f"ranks={str(given)[:200]}", *wrong[:5]]
         raise SpecError(explain(f"{op}: cannot pass anything on.", got=got, needs=needs, fix=fix))
-    return tuple(int(rank) for rank in order)
+    return tuple(order)
 
 
-def _collect(channel: Channel, value: Any, prepare: Callable[[], Parcel | None], folder: str | None) -> list[Any]:
+def _as_rank(rank: Any) -> int:
+    """Give a rank as an int, and -1 for what is none: True, 1.0, a tensor that holds several."""
+    try:
+        return -1 if isinstance(rank, bool) else operator.index(rank)
+    except (TypeError, ValueError, RuntimeError):
+        return -1
+
+
+def _collect(
+    channel: Channel, value: Any, prepare: Callable[[], Parcel | None], path: str | os.PathLike[str] | None
+) -> list[Any]:
     """Bring everything to the first rank; the list of the others is empty."""
+    folder: str | None = None
     parcel: Parcel | None = None
     values: list[Any] = []
     handle, made = -1, None
 
     def enter() -> Note:
-        nonlocal parcel
+        nonlocal parcel, folder
+        folder = _as_folder(channel.op, path)
         parcel = prepare()
-        facts = {"call": channel.op, "ranks": list(channel.ranks), "workspace_path": folder}
+        where = None if folder is None else _shortened(folder)
+        facts = {"call": channel.op, "ranks": _shortened(str(list(channel.ranks))), "workspace_path": where}
         size_bytes = 0 if parcel is None or channel.is_first else parcel.size_bytes
         return {"facts": facts, "where": whereabouts(), "rooms": rooms(), "size_bytes": size_bytes}
 
@@ -208,6 +247,21 @@ def _collect(channel: Channel, value: Any, prepare: Callable[[], Parcel | None],
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
     return values
+
+
+def _as_folder(op: str, path: Any) -> str | None:
+    folder: Any = None if path is None else os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if folder is not None and (not isinstance(folder, str) or not folder):
+        got, needs = f"workspace_path={path!r}"[:200], "a path, as a string or a Path, or None for shared memory"
+        raise SpecError(explain(f"{op}: not a folder.", got=got, needs=needs, fix="a path that all ranks see"))
+    return folder
+
+
+def _shortened(text: str) -> str:
+    """Give a text that fits into a note, and tells apart what differs."""
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    return f"{text[:_SHOWN_CHARS]}... ({hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:16]})"
 
 
 def _check_same(channel: Channel, notes: list[Note]) -> None:

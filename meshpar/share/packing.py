@@ -47,8 +47,9 @@ def plain_tensor(x: Any, where: str) -> Tensor:
     kind = ""
     if not isinstance(x, Tensor) or type(x.detach()) is not Tensor:
         kind = f"a {type(x).__name__}"
-    elif x.layout != torch.strided or x.is_quantized or x.is_meta:
-        kind = f"a {'quantized' if x.is_quantized else 'meta' if x.is_meta else x.layout} tensor"
+    elif x.layout != torch.strided or x.is_quantized or x.is_meta or x.is_nested:
+        odd = [name for name in ("quantized", "meta", "nested") if getattr(x, f"is_{name}")]
+        kind = f"a {(odd or [str(x.layout)])[0]} tensor"
     if kind:
         needs = "a dense torch.Tensor with values"
         fix = "pass the piece (x.to_local()) or the whole (x.full_tensor()) of a DTensor; make others dense"

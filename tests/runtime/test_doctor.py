@@ -2,6 +2,7 @@
 
 import dataclasses
 import runpy
+import socket
 import sys
 from pathlib import Path
 
@@ -45,8 +46,31 @@ def test_a_broken_launcher_is_said_in_words_and_by_the_code(capsys, monkeypatch)
     assert "missing in the environment: WORLD_SIZE" in said
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        return str(opened.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device", "gpu"], "device: not known"),
+        (["--device", "cpu", "--timeout-s", "0"], "timeout_s=0"),
+        (["--device", "cpu", "--timeout-s", "nan"], "timeout_s=nan"),
+        (["--device", "cpu", "--mesh", "domain=3"], "domain=3"),
+        (["--device", "cpu", "--mesh", "rows=1"], "unknown axis"),
+    ],
+)
+def test_arguments_that_are_none_are_said_and_not_blamed_on_the_network(arguments, says, capsys):
+    assert main(["doctor", *arguments]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("WRONG")
+    assert says in said
+    assert "reach" not in said
+
+
 def test_ranks_that_do_not_come_are_said(capsys, monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", free_port())):
         monkeypatch.setenv(name, value)
     assert main(["doctor", "--device", "cpu", "--timeout-s", "1"]) == 1
     assert "the ranks do not reach each other (MASTER_ADDR=127.0.0.1" in capsys.readouterr().out

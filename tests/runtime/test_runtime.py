@@ -98,7 +98,7 @@ def test_several_hosts_without_a_common_address_are_an_error(env):
     assert place() == (None, None)
 
 
-@pytest.mark.parametrize("port", ["x", "-1", "70000", ""])
+@pytest.mark.parametrize("port", ["x", "-1", "70000", "", "0", "٣"])
 def test_a_port_that_is_none_is_an_error(env, port):
     env(**SLURM, MASTER_PORT=port)
     with pytest.raises(SpecError, match="MASTER_PORT"):
@@ -221,8 +221,33 @@ def test_a_block_has_a_group_and_leaves_none(env):
     assert place() == (None, None)
 
 
+@pytest.mark.parametrize("address", ["", "  "])
+def test_an_address_that_is_empty_is_an_error(env, address):
+    env(**SLURM, MASTER_ADDR=address)
+    with pytest.raises(SpecError, match="MASTER_ADDR: not an address"):
+        runtime.get_rank_info("ddp")
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "60", True, 1e20])
+def test_a_time_limit_that_is_none_is_an_error(env, timeout_s):
+    with pytest.raises(SpecError, match="timeout_s="), runtime.distributed(device="cpu", timeout_s=timeout_s):
+        pass
+    with pytest.raises(SpecError, match="timeout_s="):
+        runtime.setup(0, 1, "ddp", timeout_s=timeout_s)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cpu:x", 1.5, ["cpu"]])
+def test_a_device_that_is_none_is_an_error(device):
+    with pytest.raises(SpecError, match="device: not known"), runtime.distributed(device=device):
+        pass
+
+
 def test_half_of_a_rank_is_an_error(env):
-    for given in ({"rank": 0}, {"world_size": 2}, {"rank": 2, "world_size": 2}, {"rank": -1, "world_size": 1}):
+    odd = ({"rank": "0", "world_size": 1}, {"rank": True, "world_size": 2}, {"rank": 0.0, "world_size": 1})
+    odd += ({"rank": 0, "world_size": 1, "local_rank": -1}, {"rank": 0, "world_size": 1, "local_rank": 1})
+    halves = ({"rank": 0}, {"world_size": 2}, {"rank": 2, "world_size": 2}, {"rank": -1, "world_size": 1})
+    for given in (*halves, *odd):
         with pytest.raises(SpecError, match="rank="), runtime.distributed(device="cpu", **given):
             pass
     with pytest.raises(SpecError, match="rank=3"):
