@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,18 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C._dynamo import eval_frame
 from torch._library.effects import EffectType
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from meshpar import pretend
 
 pytree = _pytree
 """Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
@@ -131,7 +135,7 @@ def is_sole_owner(x: DTensor) -> bool:
     """Tell whether nothing else sees the memory of a piece: no view, no saved tensor (no public name is planned)."""
     piece = x._local_tensor
     strides = zip(piece.stride(), piece.shape, strict=True)
-    if type(piece) is not torch.Tensor or any(s == 0 and n > 1 for s, n in strides):
+    if not is_plain(piece) or any(s == 0 and n > 1 for s, n in strides):
         return False
     # The piece, the storage object just made, and what `from_local` made the piece a view of.
     least = 2 + (piece._base is not None)
@@ -264,11 +268,11 @@ def overridable() -> list[Callable[..., Any]]:
 
 
 def for_real(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of plain numbers that works with tensors inside, on real ones even while a compiler traces.
+    """Call a function of plain numbers that works with tensors inside, on real ones even in a trace or a plan.
 
     Public when `torch.compiler` can leave the modes by which it traces.
     """
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or pretend.is_on()):
         return function(*args)
     with _disable_current_modes():
         return function(*args)
@@ -465,3 +469,86 @@ def keep_order(namespace: str) -> None:
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith(f"{namespace}::"):
             torch.library._register_effectful_op(name.partition(".")[0], EffectType.ORDERED)
+
+
+def fake_mode() -> Any:
+    """Give the mode in which tensors have shapes and no values (public when `torch.compiler` names it)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Tell whether a tensor has no values (no public name is planned)."""
+    return isinstance(x, FakeTensor)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Tell whether a tensor is torch's own, not of a subclass; a plan's is, without its values."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or (pretend.is_on() and is_fake(x))
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """Give what two tensors have in common that are views of one memory, also where it is a fake.
+
+    Public when storages can be compared.
+    """
+    storage = x.untyped_storage()
+    return storage._cdata if is_fake(x) else storage.data_ptr()
+
+
+def run_kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the kernel of an op of ours as it is, where fake tensors would only ask it for a shape.
+
+    Public when `torch.library` can say so.
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def start_fake_group(rank: int, num_ranks: int) -> None:
+    """Start a process group of which this process is the only one that is there: its collectives give own values.
+
+    The backend is public by its name alone.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    dist.init_process_group(dist.Backend.FAKE, store=dist.HashStore(), rank=rank, world_size=num_ranks)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def shapes_unseen() -> Iterator[None]:
+    """Let DTensor work out global shapes out of sight of the modes of the caller (no public name is planned)."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    found = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(schema: Any) -> Any:
+        with _disable_current_modes():
+            return found(schema)
+
+    propagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        del propagator._propagate_tensor_meta_non_cached
+
+
+def fill_hollow(model: torch.nn.Module) -> None:
+    """Give memory without values to what a model has on the meta device, in place (`to_empty` would empty all)."""
+    model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
+
+
+@contextlib.contextmanager
+def quick_chunks() -> Iterator[None]:
+    """Let `fully_shard` cut hollow parameters for thousands of ranks with one empty piece, not one a rank.
+
+    Public when `fully_shard` keeps this rank's piece alone.
+    """
+    found = _fsdp_param._chunk_with_empty
+
+    def quick(x: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        chunks = list(torch.chunk(x, num_chunks, dim=dim))
+        return chunks + [x.new_empty(0)] * (num_chunks - len(chunks))
+
+    _fsdp_param._chunk_with_empty = quick
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = found
