@@ -45,6 +45,7 @@ from meshpar.mesh import (
 )
 from meshpar.optim import clip_grad_norm_, grad_norm
 from meshpar.parallelize import mesh_of, parallelize, parallelize_from_config
+from meshpar.planning import Plan, Rates, Search, plan, search
 from meshpar.precision import Precision
 from meshpar.reading import read_rows, read_sharded, shard_slices
 from meshpar.record import Entry, Record, record
@@ -65,10 +66,13 @@ __all__ = [
     "MeshparError",
     "NonFiniteError",
     "PeerError",
+    "Plan",
     "Precision",
+    "Rates",
     "Record",
     "Saved",
     "Saving",
+    "Search",
     "ShardingError",
     "SpecError",
     "SpherePad2d",
@@ -98,6 +102,7 @@ __all__ = [
     "no_sync",
     "parallelize",
     "parallelize_from_config",
+    "plan",
     "read_rows",
     "read_sharded",
     "record",
@@ -105,6 +110,7 @@ __all__ = [
     "rewrite",
     "rules",
     "save_checkpoint",
+    "search",
     "shard",
     "shard_batch",
     "shard_slices",

@@ -423,7 +423,7 @@ def axis_ranks(mesh: DeviceMesh, axis: str, rank: int | None = None) -> tuple[in
 def _line(mesh: DeviceMesh, index: int, where: tuple[int, ...]) -> tuple[int, ...]:
     step = math.prod(mesh.shape[index + 1 :])
     first = sum(i * math.prod(mesh.shape[k + 1 :]) for k, i in enumerate(where) if k != index)
-    return ranks_of(mesh)[first :: step][: mesh.shape[index]]
+    return ranks_of(mesh)[first::step][: mesh.shape[index]]
 
 
 def neighbours(

@@ -523,7 +523,7 @@ def shapes_unseen() -> Iterator[None]:
         with _disable_current_modes():
             return found(schema)
 
-    propagator._propagate_tensor_meta_non_cached = unseen
+    setattr(propagator, "_propagate_tensor_meta_non_cached", unseen)  # noqa: B010 - mypy knows it as a method
     try:
         yield
     finally:
@@ -541,14 +541,15 @@ def quick_chunks() -> Iterator[None]:
 
     Public when `fully_shard` keeps this rank's piece alone.
     """
-    found = _fsdp_param._chunk_with_empty
+    name = "_chunk_with_empty"
+    found = getattr(_fsdp_param, name)
 
     def quick(x: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
         chunks = list(torch.chunk(x, num_chunks, dim=dim))
         return chunks + [x.new_empty(0)] * (num_chunks - len(chunks))
 
-    _fsdp_param._chunk_with_empty = quick
+    setattr(_fsdp_param, name, quick)
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = found
+        setattr(_fsdp_param, name, found)

@@ -77,10 +77,7 @@ def speaks_for_parameters(model: nn.Module, mesh: DeviceMesh | None) -> bool:
     if mesh is None or here == 0:
         return True
     firsts = {rank for rank in ranks_of(mesh) if sample_coordinate(mesh, rank) == 0}
-    return all(
-        isinstance(p, DTensor) and not firsts.isdisjoint(ranks_of(p.device_mesh))
-        for p in model.parameters()
-    )
+    return all(isinstance(p, DTensor) and not firsts.isdisjoint(ranks_of(p.device_mesh)) for p in model.parameters())
 
 
 def hollow(model: nn.Module) -> list[str]:

@@ -3,5 +3,6 @@
 from meshpar.planning.plan import plan
 from meshpar.planning.rates import Rates
 from meshpar.planning.report import Plan, RankPlan, Transfer
+from meshpar.planning.search import Search, search
 
-__all__ = ["Plan", "RankPlan", "Rates", "Transfer", "plan"]
+__all__ = ["Plan", "RankPlan", "Rates", "Search", "Transfer", "plan", "search"]

@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,21 +77,43 @@ def plan(
         (8, [0, 2, 3, 4])
     """
     the_spec, num_ranks = resolved(spec, world)
-    rates = rates or Rates()
+    settings = Settings(optimizer, loss, rates or Rates(), options)
+    return plan_at(model, the_spec, num_ranks, differing(the_spec), input_shapes, settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold what is asked of a plan beside the model, the mesh and the inputs; see `plan`."""
+
+    optimizer: str | Callable[[list[Tensor]], torch.optim.Optimizer] | None
+    loss: Callable[[Any], Tensor] | None
+    rates: Rates
+    options: dict[str, Any]
+
+
+def plan_at(
+    model: nn.Module,
+    spec: MeshSpec,
+    num_ranks: int,
+    places: Sequence[dict[str, int]],
+    input_shapes: Shapes,
+    settings: Settings,
+) -> Plan:
+    """Plan for the ranks at some coordinates of a mesh; those not named in a place are 0."""
     given = _arguments(input_shapes)
     ranks: dict[int, RankPlan] = {}
-    for where in differing(the_spec):
-        rank = rank_of(the_spec, where)
+    for where in places:
+        rank = rank_of(spec, where)
         with being(rank, num_ranks), warnings.catch_warnings():
             warnings.simplefilter("ignore", GatherWarning)  # told in the plan
-            mesh = make_mesh(the_spec, "cpu")
-            parallel = parallelize(hollow_twin(model), mesh, **options)
-            place = {axis: where.get(axis, 0) for axis, size in mesh_sizes(the_spec).items() if size > 1}
-            if "data" in where:
-                ranks[rank] = _alike(ranks[0], rank, place, parallel, optimizer)
+            mesh = make_mesh(spec, "cpu")
+            parallel = parallelize(hollow_twin(model), mesh, **settings.options)
+            place = {axis: where.get(axis, 0) for axis, size in mesh_sizes(spec).items() if size > 1}
+            if "data" in where and 0 in ranks:
+                ranks[rank] = _alike(ranks[0], rank, place, parallel, settings.optimizer)
             else:
-                ranks[rank] = _step(rank, place, parallel, mesh, given, optimizer, loss, rates)
-    return Plan(the_spec, num_ranks, dict(sorted(ranks.items())), rates)
+                ranks[rank] = _step(rank, place, parallel, mesh, given, settings)
+    return Plan(spec, num_ranks, dict(sorted(ranks.items())), settings.rates)
 
 
 def hollow_twin(model: nn.Module) -> nn.Module:
@@ -107,9 +130,9 @@ def _arguments(shapes: Shapes) -> tuple[list[Tensor], dict[str, Tensor]]:
         return [], {name: _hollow(name, shape) for name, shape in shapes.items()}
     if isinstance(shapes, Tensor) or _is_shape(shapes):
         return [_hollow("input", shapes)], {}
-    if isinstance(shapes, Sequence) and not isinstance(shapes, str):
+    if isinstance(shapes, Sequence) and not isinstance(shapes, str) and not any(isinstance(n, int) for n in shapes):
         return [_hollow(f"input {i}", shape) for i, shape in enumerate(shapes)], {}
-    raise _bad_shape("input_shapes", shapes)
+    raise _bad_shape(shapes)
 
 
 def _is_shape(shape: Any) -> bool:
@@ -121,11 +144,11 @@ def _hollow(name: str, shape: Any) -> Tensor:
     if isinstance(shape, Tensor):
         return torch.empty_like(shape, device="meta")
     if not _is_shape(shape):
-        raise _bad_shape(name, shape)
+        raise _bad_shape(shape, name)
     return torch.empty(tuple(shape), device="meta")
 
 
-def _bad_shape(name: str, shape: Any) -> SpecError:
+def _bad_shape(shape: Any, name: str = "input_shapes") -> SpecError:
     needs = "a shape, a tensor, a sequence of those, or a mapping from names to those"
     return SpecError(explain(f"plan: {name}.", got=repr(shape)[:200], needs=needs, fix="(1, 70, 721, 1440)"))
 
@@ -136,11 +159,10 @@ def _step(
     model: nn.Module,
     mesh: DeviceMesh,
     given: tuple[list[Tensor], dict[str, Tensor]],
-    optimizer: Any,
-    loss: Callable[[Any], Tensor] | None,
-    rates: Rates,
+    settings: Settings,
 ) -> RankPlan:
     """Run a step of one rank on fake tensors, and see what it takes."""
+    optimizer, rates = settings.optimizer, settings.rates
     watch = Watch(rates)
     with private.fake_mode(), private.shapes_unseen(), watch:
         with watch.making("parameters"):
@@ -157,14 +179,13 @@ def _step(
                     model(*args, **kwargs)
             else:
                 with spmd():
-                    total = (loss or _mean_square)(model(*args, **kwargs))
+                    total = (settings.loss or _mean_square)(model(*args, **kwargs))
                 total.backward()
                 del total
-        locals_ = _held(model)
         gradients = sum(_size(p.grad) for p in model.parameters() if p.grad is not None)
         watch_peak, activations, gathered = watch.peak_bytes, watch.peak["activations"], watch.peak["gathered"]
         flops, moved, compute_s, collectives = watch.flops, watch.moved_bytes, watch.compute_s, watch.collectives.copy()
-        state = _optimizer_bytes(locals_, optimizer)
+        state = _optimizer_bytes(_held(model), optimizer)
     transfers = _transfers(mesh, log.entries, collectives)
     return RankPlan(
         rank=rank,
@@ -214,7 +235,7 @@ def _optimizer_bytes(pieces: list[Tensor], optimizer: Any) -> int:
 
 
 def _states_bytes(pieces: list[Tensor], optimizer: Any) -> int:
-    twins = [nn.Parameter(torch.empty_like(p, device="cpu")) for p in pieces]
+    twins: list[Tensor] = [nn.Parameter(torch.empty_like(p, device="cpu")) for p in pieces]
     for p in twins:
         p.grad = torch.empty_like(p)
     made = _optimizer(optimizer, twins)
@@ -252,9 +273,9 @@ def _transfers(mesh: DeviceMesh, entries: Sequence[Any], collectives: Counter[tu
         row = found.setdefault((entry.axis, entry.kind), [0, 0])
         row[0] += entry.num_bytes
         row[1] += entry.num_messages
-    names = {axis_group(mesh, axis).group_name: axis for axis in mesh.mesh_dim_names or ()}
+    names = {str(axis_group(mesh, axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
     for flat in (summed_mesh(mesh), space_mesh(mesh)):
-        names.setdefault(flat.get_group().group_name, (flat.mesh_dim_names or ("",))[0])
+        names.setdefault(str(flat.get_group().group_name), (flat.mesh_dim_names or ("",))[0])
     for (kind, group, whole), count in collectives.items():
         size = private.group_by_name(group).size()
         sent = whole * (size - 1) // size * (2 if kind == "all-reduce" else 1)

@@ -182,7 +182,7 @@ class Plan:
         """Give the tables as text."""
         lines = [f"{self.spec} on {self.world} ranks"]
         for title, rows in self.tables():
-            lines += ["", title, *_aligned(rows)]
+            lines += ["", title, *aligned(rows)]
         return "\n".join([*lines, "", *self.notes()])
 
     def _repr_html_(self) -> str:
@@ -197,7 +197,8 @@ class Plan:
         return "".join([*parts, *(f"<p>{html.escape(note)}</p>" for note in self.notes())])
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lay out rows of a table, the head first, as lines."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -232,7 +233,10 @@ def parse_bytes(text: str | int) -> int:
     number = str(text).strip().rstrip("BbKkMmGgTtIi").strip()
     unit = str(text).strip()[len(number) :].strip().upper()
     try:
-        return int(float(number) * _UNITS[unit])
+        num_bytes = int(float(number) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
+        num_bytes = -1
+    if num_bytes < 0 or isinstance(text, bool):
         needs = "a number and a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
-        raise SpecError(explain("memory: not a size.", got=repr(text), needs=needs, fix='"80GB"')) from None
+        raise SpecError(explain("memory: not a size.", got=repr(text), needs=needs, fix='"80GB"'))
+    return num_bytes

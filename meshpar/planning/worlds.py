@@ -35,18 +35,19 @@ def resolved(spec: str | Mapping[str, int] | MeshSpec, world: int | None) -> tup
         if -1 in sizes.values():
             sizes = {axis: size for axis, size in sizes.items() if size != -1 or axis != "data"}
             if -1 in sizes.values():
-                raise _bad(f"{read}, and no number of ranks", 'world=64, or a size in the place of -1')
+                raise _bad(read, "world=64, or a size in the place of -1")
             read = MeshSpec.parse({**sizes, "data": 1})
         world = 1
         for size in read.sizes().values():
             world *= size
     if isinstance(world, bool) or not isinstance(world, int) or not 1 <= world <= MAX_RANKS:
-        raise _bad(f"world={world!r}", f"world=1 to {MAX_RANKS}")
+        raise _bad(world, f"world=1 to {MAX_RANKS}")
     return read.resolve(world), world
 
 
-def _bad(got: str, fix: str) -> SpecError:
-    return SpecError(explain("plan: this world cannot be planned for.", got=got, needs="a number of ranks", fix=fix))
+def _bad(got: object, fix: str) -> SpecError:
+    needs = "a number of ranks"
+    return SpecError(explain("plan: this world cannot be planned for.", got=repr(got), needs=needs, fix=fix))
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _place(x: Tensor) -> tuple[int, int]:
-    return private.memory_of(x), x.storage_offset()
+    return private.memory_of(x), int(x.storage_offset())
 
 
 @contextlib.contextmanager

@@ -20,17 +20,21 @@ from meshpar.testing import mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "networks")]
-import conv_nets
-import memory
-import transformers_nets
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "U-Net 2-D": (functools.partial(conv_nets.UNet, 2, 8, 3), (2, 2, 192, 96)),
-    "U-Net 3-D": (functools.partial(conv_nets.UNet, 3, 8, 2), (2, 2, 24, 48, 24)),
-    "ResNet": (functools.partial(conv_nets.ResNet), (2, 3, 512, 256)),
-    "Swin": (functools.partial(transformers_nets.Swin, 32, 8), (2, 2, 128, 128)),
-    "ViT": (functools.partial(transformers_nets.ViT, (160, 128)), (2, 3, 160, 128)),
-}
+
+def networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
+    import conv_nets
+    import transformers_nets
+
+    return {
+        "U-Net 2-D": (functools.partial(conv_nets.UNet, 2, 8, 3), (2, 2, 192, 96)),
+        "U-Net 3-D": (functools.partial(conv_nets.UNet, 3, 8, 2), (2, 2, 24, 48, 24)),
+        "ResNet": (conv_nets.ResNet, (2, 3, 512, 256)),
+        "Swin": (functools.partial(transformers_nets.Swin, 32, 8), (2, 2, 128, 128)),
+        "ViT": (functools.partial(transformers_nets.ViT, (160, 128)), (2, 3, 160, 128)),
+    }
+
+
 MESHES = ("data=1,domain=2", "data=1,domain=4", "data=2,domain=2")
 
 
@@ -57,8 +61,10 @@ def step_of(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def measured(name: str, spec: str) -> tuple[Counter[Any], Counter[Any], int]:
-    make, shape = NETWORKS[name]
+    make, shape = networks()[name]
     model, x = meshpar.parallelize(make(), mesh_for(spec)), torch.randn(shape)
+    import memory
+
     peak = memory.peak_of(lambda: step_of(model, x))
     with meshpar.record() as log, Collectives() as collectives:
         step_of(model, x)
@@ -73,9 +79,9 @@ def told(entries: Any) -> Counter[Any]:
 
 
 @pytest.mark.parametrize("spec", MESHES)
-@pytest.mark.parametrize("name", list(NETWORKS))
+@pytest.mark.parametrize("name", list(networks()))
 def test_bytes_are_exact_and_the_peak_is_within_a_tenth(name, spec):
-    make, shape = NETWORKS[name]
+    make, shape = networks()[name]
     found = plan(make(), spec, shape)
     real = run_ranks(measured, ranks_of(spec), name, spec, timeout_s=120)
     for rank, expected in found.ranks.items():
