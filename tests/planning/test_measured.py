@@ -29,9 +29,9 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
     return {
         "U-Net 2-D": (functools.partial(conv_nets.UNet, 2, 8, 3), (2, 2, 192, 96)),
         "U-Net 3-D": (functools.partial(conv_nets.UNet, 3, 8, 2), (2, 2, 24, 48, 24)),
-        "ResNet": (conv_nets.ResNet, (2, 3, 512, 256)),
+        "ConvNeXt": (conv_nets.ConvNeXt, (2, 3, 512, 256)),
+        "VAE": (functools.partial(conv_nets.VAEDecoder, 8), (2, 3, 32, 16)),
         "Swin": (functools.partial(transformers_nets.Swin, 32, 8), (2, 2, 128, 128)),
-        "ViT": (functools.partial(transformers_nets.ViT, (160, 128)), (2, 3, 160, 128)),
     }
 
 
