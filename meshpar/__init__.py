@@ -52,6 +52,7 @@ from meshpar.record import Entry, Record, record
 from meshpar.rewrite import rewrite
 from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
+from meshpar.showing import Explanation, explain
 
 __all__ = [
     "AXES",
@@ -59,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "DataSampler",
     "Entry",
+    "Explanation",
     "GatherError",
     "GatherWarning",
     "Loaded",
@@ -84,6 +86,7 @@ __all__ = [
     "clip_grad_norm_",
     "collate_or_empty",
     "coordinate",
+    "explain",
     "fetch",
     "full_state_dict",
     "gather",

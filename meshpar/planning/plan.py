@@ -22,6 +22,7 @@ from meshpar import private
 from meshpar.errors import GatherWarning, SpecError, explain
 from meshpar.mesh import MeshSpec, axes_in, axis_group, make_mesh, space_mesh, summed_mesh
 from meshpar.parallelize import parallelize
+from meshpar.planning.loss import mean_square
 from meshpar.planning.rates import Rates
 from meshpar.planning.report import Plan, RankPlan, Transfer
 from meshpar.planning.watch import Watch
@@ -179,7 +180,7 @@ def _step(
                     model(*args, **kwargs)
             else:
                 with spmd():
-                    total = (settings.loss or _mean_square)(model(*args, **kwargs))
+                    total = (settings.loss or mean_square)(model(*args, **kwargs))
                 total.backward()
                 del total
         gradients = sum(_size(p.grad) for p in model.parameters() if p.grad is not None)
@@ -204,12 +205,6 @@ def _step(
         compute_s=compute_s,
         sending_s=sum(rates.sending_s(t.num_bytes, t.num_messages) for t in transfers),
     )
-
-
-def _mean_square(out: Any) -> Tensor:
-    leaves = [x for x in private.pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    total: Tensor = sum((x.square().mean() for x in leaves[1:]), leaves[0].square().mean())
-    return total
 
 
 def _held(model: nn.Module) -> list[Tensor]:

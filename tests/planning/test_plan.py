@@ -10,9 +10,9 @@ from torch import nn
 import meshpar
 from meshpar.errors import SpecError
 from meshpar.planning import plan, search
-from meshpar.planning.report import parse_bytes, tell_bytes
 from meshpar.planning.search import meshes, short
 from meshpar.planning.worlds import differing, mesh_sizes, rank_of
+from meshpar.tables import parse_bytes, tell_bytes
 from meshpar.testing import run_ranks
 
 
