@@ -25,7 +25,11 @@ def told(x: DTensor) -> str:
     for i, placement in enumerate(x.placements):
         if isinstance(placement, Shard) and x.device_mesh.size(i) > 1:
             axes.setdefault(placement.dim, []).append(names[i])
-    return " x ".join(f"{n}/{'/'.join(axes[dim])}" if dim in axes else str(n) for dim, n in enumerate(x.shape))
+    return (
+        "scalar"
+        if not x.dim()
+        else " x ".join(f"{n}/{'/'.join(axes[dim])}" if dim in axes else str(n) for dim, n in enumerate(x.shape))
+    )
 
 
 def layouts(tree: Any) -> tuple[str, ...]:

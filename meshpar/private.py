@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as _c10d
 import torch.utils.checkpoint
+from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._dynamo import eval_frame
 from torch._library.effects import EffectType
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -28,7 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshpar import pretend
 
@@ -46,6 +48,9 @@ def map_output(function: Callable[[Any], Any], tree: Any) -> Any:
     same = all(a is b for a, b in zip(leaves, mapped, strict=True))
     return tree if same else pytree.tree_unflatten(mapped, spec)
 
+
+DispatchMode = TorchDispatchMode
+"""A mode that sees every op (public in all but the name of its module)."""
 
 DYNAMO = "torch._dynamo"
 """The module that DTensor imports at its first op (its public face, `torch.compiler`, does not load it)."""
@@ -511,6 +516,35 @@ def start_fake_group(rank: int, num_ranks: int) -> None:
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     importlib.import_module("torch.distributed._tools.fake_collectives")
     dist.init_process_group(dist.Backend.FAKE, store=dist.HashStore(), rank=rank, world_size=num_ranks)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def world_set_aside() -> Iterator[None]:
+    """Be without the process groups of this process inside the block (public when torch has several worlds)."""
+    world, first = _c10d._world, _c10d._world.default_pg
+    if first is None:
+        yield
+        return
+    named = (
+        *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+        *("pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
+    )
+    tables = {name: dict(getattr(world, name)) for name in named}
+    count = world.group_count
+    for name in named:
+        getattr(world, name).clear()
+    world.group_count = 0
+    _c10d._update_default_pg(None)
+    _unregister_all_process_groups()
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            getattr(world, name).update(table)
+        world.group_count = count
+        for group, name in tables["pg_names"].items():
+            _register_process_group(name, group)
+        _c10d._update_default_pg(first)
 
 
 @contextlib.contextmanager

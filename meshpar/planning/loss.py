@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshpar.errors import SpecError
+from meshpar.errors import SpecError, explain
 from meshpar.private import pytree
 
 

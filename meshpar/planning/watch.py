@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshpar import private
@@ -34,7 +33,7 @@ _COLLECTIVES = {
 """Collectives of torch's own: how they are called here, and the argument that is as large as the whole."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(private.DispatchMode):
     """Follow the ops of one rank's step.
 
     Args:

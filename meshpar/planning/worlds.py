@@ -1,6 +1,7 @@
 """One process as a rank of any world: a process group whose other ranks are not there, and the ranks worth being.
 
-Invariant: the group is gone when the block ends, whatever happens in it; a group that exists is never touched.
+Invariant: the group is gone when the block ends, whatever happens in it. A group of this process alone, which meshpar
+starts where there is no launcher, is set aside for the block; a larger one is never touched.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def being(rank: int, num_ranks: int) -> Iterator[None]:
     """Be a rank of a world inside the block.
 
     Raises:
-        SpecError: this process has a process group already.
+        SpecError: this process is one of several ranks.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         raise SpecError(
             explain(
                 "plan: this process is a rank of a job.",
@@ -66,12 +67,13 @@ def being(rank: int, num_ranks: int) -> Iterator[None]:
                 fix="plan in a process of its own, or call torch.distributed.destroy_process_group() first",
             )
         )
-    private.start_fake_group(rank, num_ranks)
-    try:
-        with pretend.pretending(), private.quick_chunks():
-            yield
-    finally:
-        dist.destroy_process_group()
+    with private.world_set_aside():
+        private.start_fake_group(rank, num_ranks)
+        try:
+            with pretend.pretending(), private.quick_chunks():
+                yield
+        finally:
+            dist.destroy_process_group()
 
 
 def rank_of(spec: MeshSpec, where: Mapping[str, int]) -> int:

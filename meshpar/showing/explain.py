@@ -183,6 +183,8 @@ def _rows(log: Record) -> tuple[Row, ...]:
     for key, made in calls.items():
         status = "gather" if any(c.status == "gather" for c in made) else "rule"
         first, sums = made[0], entries.pop(key, [0, 0, 0])
+        if not first.made and status == "rule" and not any(sums):
+            continue  # a shape or a dtype that was asked for
         rows.append(Row(first.where, first.op, status, first.given, first.made, len(made), *sums))
     rows += [Row(where, op, "rule", (), (), 1, *sums) for (where, op), sums in entries.items() if any(sums)]
     return tuple(rows)

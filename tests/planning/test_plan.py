@@ -120,6 +120,20 @@ def test_a_meta_model_is_planned():
     assert plan(model, "data=1,domain=2", (1, 3, 16, 16)).peak_bytes > 0
 
 
+def beside_a_model_of_one_rank() -> tuple[bool, float]:
+    model = meshpar.parallelize(net(), "data=1")
+    found = plan(net(), "data=2,domain=2", (1, 3, 16, 16))
+    x = torch.ones(1, 3, 16, 16)
+    model(x).sum().backward()
+    return found.world == 4 and dist.get_world_size() == 1, float(meshpar.grad_norm(model.parameters()))
+
+
+def test_a_process_that_is_alone_plans_beside_its_own_group():
+    ((planned, norm),) = run_ranks(beside_a_model_of_one_rank, 1)
+    assert planned
+    assert norm > 0
+
+
 def within_a_job() -> str:
     with pytest.raises(SpecError) as caught:
         plan(net(), "data=2", (1, 3, 8, 8))
