@@ -46,6 +46,7 @@ from meshpar.mesh import (
 )
 from meshpar.optim import clip_grad_norm_, grad_norm
 from meshpar.parallelize import mesh_of, parallelize, parallelize_from_config
+from meshpar.planning import Plan, Rates, Search, plan, search
 from meshpar.precision import Precision
 from meshpar.reading import read_rows, read_sharded, shard_slices
 from meshpar.record import Entry, Record, record
@@ -53,6 +54,7 @@ from meshpar.rewrite import rewrite
 from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
 from meshpar.share import NFSWorkspace, get_configs_parallel, get_tensors_parallel
+from meshpar.showing import Explanation, explain
 
 __all__ = [
     "AXES",
@@ -60,6 +62,7 @@ __all__ = [
     "CheckpointError",
     "DataSampler",
     "Entry",
+    "Explanation",
     "GatherError",
     "GatherWarning",
     "Loaded",
@@ -68,10 +71,13 @@ __all__ = [
     "NFSWorkspace",
     "NonFiniteError",
     "PeerError",
+    "Plan",
     "Precision",
+    "Rates",
     "Record",
     "Saved",
     "Saving",
+    "Search",
     "ShardingError",
     "ShareError",
     "SpecError",
@@ -84,6 +90,7 @@ __all__ = [
     "clip_grad_norm_",
     "collate_or_empty",
     "coordinate",
+    "explain",
     "fetch",
     "full_state_dict",
     "gather",
@@ -104,6 +111,7 @@ __all__ = [
     "no_sync",
     "parallelize",
     "parallelize_from_config",
+    "plan",
     "read_rows",
     "read_sharded",
     "record",
@@ -111,6 +119,7 @@ __all__ = [
     "rewrite",
     "rules",
     "save_checkpoint",
+    "search",
     "shard",
     "shard_batch",
     "shard_slices",

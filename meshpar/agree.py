@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import private, record, runtime
 from meshpar.errors import PeerError, SpecError, explain
-from meshpar.mesh import coordinates
+from meshpar.mesh import coordinates, ranks_of
 from meshpar.peers import who_is_gone
 from meshpar.trees import leaves
 
@@ -110,7 +110,7 @@ def same_everywhere(what: str, facts: Mapping[str, Any], mesh: DeviceMesh, *, fi
         return
     texts = hear_texts(json.dumps(dict(facts)), mesh, what)
     told = [json.loads(text) for text in texts]
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = ranks_of(mesh)
     wrong = [
         f"{name}={row[name]!r} on rank {rank}, {told[0][name]!r} on rank {ranks[0]}"
         for rank, row in zip(ranks, told, strict=True)
@@ -191,7 +191,7 @@ def compare(op: str, mine: list[Told], mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
     texts = hear_texts(json.dumps([[t.path, t.kind, t.digest, t.axes] for t in mine]), mesh, op)
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = ranks_of(mesh)
     names = mesh.mesh_dim_names or ()
     everyone = {rank: {row[0]: row for row in json.loads(text)} for rank, text in zip(ranks, texts, strict=True)}
     axes_of = {path: row[3] for rows in everyone.values() for path, row in rows.items()}

@@ -276,7 +276,8 @@ def _forward(
             elif copy.source == OWN:
                 out.narrow(dim, copy.out, copy.count).copy_(_read(x, dim, copy))
 
-    exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=place_own)
+    rows = sum(rows for _, rows in plan.receives)
+    exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=place_own, num_rows=rows)
     for copy in plan.copies:
         if copy.source >= 0:
             out.narrow(dim, copy.out, copy.count).copy_(_read(buffers[copy.source][1], dim, copy))
@@ -295,7 +296,8 @@ def _transpose(
     def add_own() -> None:
         home.append(_gathered(g, dim, plan.have_rows, [c for c in plan.copies if c.source == OWN], like=g))
 
-    exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=add_own)
+    rows = sum(b - a for _, pieces in plan.sends for a, b in pieces)
+    exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=add_own, num_rows=rows)
     for (_, pieces), (_, buffer) in zip(plan.sends, buffers, strict=True):
         at = 0
         for a, b in pieces:

@@ -403,7 +403,7 @@ def coordinates(mesh: DeviceMesh, rank: int | None = None) -> tuple[int, ...]:
     mine = mesh.get_coordinate() if rank is None else _coordinates_of(mesh, rank)
     if mine is None:
         who = "this process" if rank is None else f"rank {rank}"
-        ranks = f"ranks {int(mesh.mesh.min())} to {int(mesh.mesh.max())} in sizes {tuple(mesh.shape)}"
+        ranks = f"ranks {min(ranks_of(mesh))} to {max(ranks_of(mesh))} in sizes {tuple(mesh.shape)}"
         raise SpecError(
             explain(f"{who}: not on this mesh.", got=ranks, needs="one of its ranks", fix="ask for a rank of the mesh")
         )
@@ -412,8 +412,21 @@ def coordinates(mesh: DeviceMesh, rank: int | None = None) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _coordinates_of(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
-    where = (mesh.mesh == rank).nonzero()
-    return tuple(int(i) for i in where[0]) if len(where) == 1 else None
+    ranks = ranks_of(mesh)
+    if ranks.count(rank) != 1:
+        return None
+    place, where = ranks.index(rank), []
+    for size in reversed(mesh.shape):
+        place, i = divmod(place, size)
+        where.append(i)
+    return tuple(reversed(where))
+
+
+@functools.lru_cache(maxsize=256)
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """List the global ranks of a mesh, the last axis fastest."""
+    found: list[int] = private.for_real(lambda: mesh.mesh.flatten().tolist())
+    return tuple(found)
 
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
@@ -428,9 +441,9 @@ def axis_ranks(mesh: DeviceMesh, axis: str, rank: int | None = None) -> tuple[in
 
 @functools.lru_cache(maxsize=4096)
 def _line(mesh: DeviceMesh, index: int, where: tuple[int, ...]) -> tuple[int, ...]:
-    line: list[int | slice] = list(where)
-    line[index] = slice(None)
-    return tuple(int(r) for r in mesh.mesh[tuple(line)])
+    step = math.prod(mesh.shape[index + 1 :])
+    first = sum(i * math.prod(mesh.shape[k + 1 :]) for k, i in enumerate(where) if k != index)
+    return ranks_of(mesh)[first::step][: mesh.shape[index]]
 
 
 def neighbours(

@@ -46,6 +46,7 @@ def exchange(
     kind: str,
     backward: bool,
     meanwhile: Callable[[], None],
+    num_rows: int = 0,
 ) -> None:
     """Post all sends, then all receives; do `meanwhile` while they travel; wait.
 
@@ -58,6 +59,7 @@ def exchange(
         kind: kind of the communication, for the record.
         backward: whether this is the backward pass.
         meanwhile: what to do while the messages travel.
+        num_rows: rows that are received, for the record.
 
     Raises:
         PeerError: a peer died, or did not come within the timeout of the group.
@@ -65,7 +67,7 @@ def exchange(
     messages = [(peer, message) for peer, message in messages if message.numel()]
     buffers = [(peer, buffer) for peer, buffer in buffers if buffer.numel()]
     num_bytes = sum(message.numel() * message.element_size() for _, message in messages)
-    record.note(label, kind, axis, num_bytes, num_messages=len(messages), backward=backward)
+    record.note(label, kind, axis, num_bytes, num_messages=len(messages), backward=backward, num_rows=num_rows)
     ops = [dist.P2POp(dist.isend, as_bytes(m), group=group, group_peer=peer) for peer, m in messages]
     ops += [dist.P2POp(dist.irecv, as_bytes(b), group=group, group_peer=peer) for peer, b in buffers]
     peers = [peer for peer, _ in (*messages, *buffers)]

@@ -108,7 +108,7 @@ def _memory(x: Tensor) -> int:
     """Give the address of the memory that a tensor, or this rank's piece of it, is a view of."""
     with torch.no_grad():
         piece = x.to_local() if isinstance(x, DTensor) else x
-    return piece.untyped_storage().data_ptr() if piece.layout is torch.strided and not piece.is_meta else 0
+    return private.memory_of(piece) if piece.layout is torch.strided and not piece.is_meta else 0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import types
 import weakref
@@ -16,18 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as _c10d
 import torch.utils.checkpoint
+from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._dynamo import eval_frame
 from torch._library.effects import EffectType
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor import DTensor, Placement, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from meshpar import pretend
 
 pytree = _pytree
 """Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
@@ -43,6 +49,9 @@ def map_output(function: Callable[[Any], Any], tree: Any) -> Any:
     same = all(a is b for a, b in zip(leaves, mapped, strict=True))
     return tree if same else pytree.tree_unflatten(mapped, spec)
 
+
+DispatchMode = TorchDispatchMode
+"""A mode that sees every op (public in all but the name of its module)."""
 
 DYNAMO = "torch._dynamo"
 """The module that DTensor imports at its first op (its public face, `torch.compiler`, does not load it)."""
@@ -132,7 +141,7 @@ def is_sole_owner(x: DTensor) -> bool:
     """Tell whether nothing else sees the memory of a piece: no view, no saved tensor (no public name is planned)."""
     piece = x._local_tensor
     strides = zip(piece.stride(), piece.shape, strict=True)
-    if type(piece) is not torch.Tensor or any(s == 0 and n > 1 for s, n in strides):
+    if not is_plain(piece) or any(s == 0 and n > 1 for s, n in strides):
         return False
     # The piece, the storage object just made, and what `from_local` made the piece a view of.
     least = 2 + (piece._base is not None)
@@ -265,11 +274,11 @@ def overridable() -> list[Callable[..., Any]]:
 
 
 def for_real(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of plain numbers that works with tensors inside, on real ones even while a compiler traces.
+    """Call a function of plain numbers that works with tensors inside, on real ones even in a trace or a plan.
 
     Public when `torch.compiler` can leave the modes by which it traces.
     """
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or pretend.is_on()):
         return function(*args)
     with _disable_current_modes():
         return function(*args)
@@ -541,3 +550,116 @@ def gloo_group(name: str, ranks: Sequence[int], timeout: Any) -> Any:
     """
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     return dist.ProcessGroupGloo(store, list(ranks).index(dist.get_rank()), len(ranks), timeout)
+
+
+def fake_mode() -> Any:
+    """Give the mode in which tensors have shapes and no values (public when `torch.compiler` names it)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Tell whether a tensor has no values (no public name is planned)."""
+    return isinstance(x, FakeTensor)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Tell whether a tensor is torch's own, not of a subclass; a plan's is, without its values."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or (pretend.is_on() and is_fake(x))
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """Give what two tensors have in common that are views of one memory, also where it is a fake.
+
+    Public when storages can be compared.
+    """
+    storage = x.untyped_storage()
+    return storage._cdata if is_fake(x) else storage.data_ptr()
+
+
+def run_kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the kernel of an op of ours as it is, where fake tensors would only ask it for a shape.
+
+    Public when `torch.library` can say so.
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def start_fake_group(rank: int, num_ranks: int) -> None:
+    """Start a process group of which this process is the only one that is there: its collectives give own values.
+
+    The backend is public by its name alone.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    dist.init_process_group(dist.Backend.FAKE, store=dist.HashStore(), rank=rank, world_size=num_ranks)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def world_set_aside() -> Iterator[None]:
+    """Be without the process groups of this process inside the block (public when torch has several worlds)."""
+    world, first = _c10d._world, _c10d._world.default_pg
+    if first is None:
+        yield
+        return
+    named = (
+        *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+        *("pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
+    )
+    tables = {name: dict(getattr(world, name)) for name in named}
+    count = world.group_count
+    for name in named:
+        getattr(world, name).clear()
+    world.group_count = 0
+    _c10d._update_default_pg(None)
+    _unregister_all_process_groups()
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            getattr(world, name).update(table)
+        world.group_count = count
+        for group, name in tables["pg_names"].items():
+            _register_process_group(name, group)
+        _c10d._update_default_pg(first)
+
+
+@contextlib.contextmanager
+def shapes_unseen() -> Iterator[None]:
+    """Let DTensor work out global shapes out of sight of the modes of the caller (no public name is planned)."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    found = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(schema: Any) -> Any:
+        with _disable_current_modes():
+            return found(schema)
+
+    setattr(propagator, "_propagate_tensor_meta_non_cached", unseen)  # noqa: B010 - mypy knows it as a method
+    try:
+        yield
+    finally:
+        del propagator._propagate_tensor_meta_non_cached
+
+
+def fill_hollow(model: torch.nn.Module) -> None:
+    """Give memory without values to what a model has on the meta device, in place (`to_empty` would empty all)."""
+    model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
+
+
+@contextlib.contextmanager
+def quick_chunks() -> Iterator[None]:
+    """Let `fully_shard` cut hollow parameters for thousands of ranks with one empty piece, not one a rank.
+
+    Public when `fully_shard` keeps this rank's piece alone.
+    """
+    name = "_chunk_with_empty"
+    found = getattr(_fsdp_param, name)
+
+    def quick(x: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        chunks = list(torch.chunk(x, num_chunks, dim=dim))
+        return chunks + [x.new_empty(0)] * (num_chunks - len(chunks))
+
+    setattr(_fsdp_param, name, quick)
+    try:
+        yield
+    finally:
+        setattr(_fsdp_param, name, found)

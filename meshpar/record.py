@@ -35,6 +35,7 @@ class Entry:
         num_messages: messages that this rank sent; a collective counts as one.
         backward: whether it ran in the backward pass.
         note: why, for a gather.
+        num_rows: rows that this rank was sent, for a halo.
     """
 
     where: str
@@ -45,6 +46,26 @@ class Entry:
     num_messages: int = 1
     backward: bool = False
     note: str = ""
+    num_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """Hold one call of a torch function that met activations, forward.
+
+    Args:
+        where: path of the module.
+        op: name of the torch function.
+        status: "rule" or "gather".
+        given: shapes and layouts of the activations that it was given.
+        made: of those that it gave.
+    """
+
+    where: str
+    op: str
+    status: str
+    given: tuple[str, ...]
+    made: tuple[str, ...]
 
 
 @dataclass
@@ -54,10 +75,12 @@ class Record:
     Args:
         entries: what was communicated.
         calls: torch functions that met activations, each with "rule" or "gather", and the arguments they were given.
+        trace: their calls one by one, in order.
     """
 
     entries: list[Entry] = field(default_factory=list)
     calls: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    trace: list[Call] = field(default_factory=list)
 
     def select(self, *, kind: str | None = None, axis: str | None = None, backward: bool | None = None) -> list[Entry]:
         """List the entries of a kind, an axis, a direction."""
@@ -135,6 +158,12 @@ def note_call(op: str, status: str, args: Iterable[Any], kwargs: Mapping[str, An
         log.calls.setdefault((op, status), set()).add(", ".join(told))
 
 
+def note_step(op: str, status: str, given: tuple[str, ...], made: tuple[str, ...]) -> None:
+    """Add a call, with the layouts of what it was given and gave, to every open record."""
+    for log in _OPEN:
+        log.trace.append(Call(where(), op, status, given, made))
+
+
 def _is_told(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_is_told(item) for item in value)
@@ -142,15 +171,23 @@ def _is_told(value: Any) -> bool:
 
 
 def note(
-    label: str, kind: str, axis: str, num_bytes: int, *, num_messages: int = 1, backward: bool = False, why: str = ""
+    label: str,
+    kind: str,
+    axis: str,
+    num_bytes: int,
+    *,
+    num_messages: int = 1,
+    backward: bool = False,
+    why: str = "",
+    num_rows: int = 0,
 ) -> None:
     """Add an entry to every open record. `label` is what `here` gave in the forward pass.
 
     Nothing is sent while a compiler traces: what compiled code sends is noted by its ops, when they run.
     """
     if _OPEN and not torch.compiler.is_compiling():
-        where, _, op = label.rpartition("|")
-        entry = Entry(where, op, kind, axis, num_bytes, num_messages, backward, why)
+        path, _, op = label.rpartition("|")
+        entry = Entry(path, op, kind, axis, num_bytes, num_messages, backward, why, num_rows)
         for log in _OPEN:
             log.entries.append(entry)
 

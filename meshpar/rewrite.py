@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 
 from meshpar import packed, pieces, private, record
 from meshpar.errors import SpecError, explain
+from meshpar.layouts import layouts
 from meshpar.registry import Policy
 from meshpar.spmd import Spmd, is_on
 from meshpar.traced import Traced, as_node, number_of
@@ -101,7 +102,7 @@ class _Conv:
         elif record.is_open():
             given = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
             record.note_call(f"F.conv{len(conv.kernel_size)}d", "rule", (), given)
-        return run_it(
+        result = run_it(
             input,
             conv.weight,
             conv.bias,
@@ -112,6 +113,9 @@ class _Conv:
             padding_mode=conv.padding_mode,
             op=f"conv{len(conv.kernel_size)}d",
         )
+        if record.is_open() and not torch.compiler.is_compiling():
+            record.note_step(f"F.conv{len(conv.kernel_size)}d", "rule", layouts(input), layouts(result))
+        return result
 
     def extra_repr(self) -> str:
         conv: Any = self

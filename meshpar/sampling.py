@@ -23,6 +23,7 @@ from meshpar.agree import hear_all, same_everywhere
 from meshpar.batch import check_mesh, placements_of
 from meshpar.errors import PeerError, SpecError, explain
 from meshpar.intervals import chunks
+from meshpar.mesh import ranks_of
 from meshpar.trees import children, rebuilt
 
 T = TypeVar("T")
@@ -332,7 +333,7 @@ def in_step(loader: Iterable[T], mesh: DeviceMesh) -> Iterator[T]:
         told = hear_all(torch.tensor([state], dtype=torch.int64), mesh, "in_step").flatten().tolist()
         if failure is not None:
             raise failure
-        ranks = mesh.mesh.flatten().tolist()
+        ranks = ranks_of(mesh)
         failed, ended = ([r for r, s in zip(ranks, told, strict=True) if s == kind] for kind in (_FAILED, _AT_END))
         if failed:
             needs = "a batch on every rank"

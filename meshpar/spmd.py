@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from meshpar import canvas, packed, pieces, private, record, views, weights
 from meshpar.errors import ShardingError, explain
 from meshpar.gathering import gather_call
+from meshpar.layouts import layouts
 from meshpar.mesh import is_ours
 from meshpar.private import pytree
 from meshpar.registry import (
@@ -93,6 +94,7 @@ def _logged_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     result = call(func, args, kwargs)
     status = "gather" if record.num_gathers() > before else "rule"
     record.note_call(name_of(func), status, args, kwargs)
+    record.note_step(name_of(func), status, layouts((args, kwargs)), layouts(result))
     return result
 
 

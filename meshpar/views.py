@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.errors import ShardingError, explain
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -169,7 +169,7 @@ def _differ(a: DTensor, b: DTensor) -> bool:
     """Tell whether a write into one is not in the other already: other memory, or a gradient to be kept."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return True
-    places = [pieces.local(x).untyped_storage().data_ptr() for x in (a, b)]
+    places = [private.memory_of(pieces.local(x)) for x in (a, b)]
     return places[0] != places[1] or 0 in places
 
 

@@ -22,6 +22,7 @@ from meshpar import private
 from meshpar.checkpoint.generators import sample_coordinate
 from meshpar.checkpoint.planner import Piece
 from meshpar.errors import CheckpointError, explain
+from meshpar.mesh import ranks_of
 from meshpar.shares import laid_as, share_of
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -75,11 +76,8 @@ def speaks_for_parameters(model: nn.Module, mesh: DeviceMesh | None) -> bool:
     here = sample_coordinate(mesh)
     if mesh is None or here == 0:
         return True
-    firsts = {rank for rank in mesh.mesh.flatten().tolist() if sample_coordinate(mesh, rank) == 0}
-    return all(
-        isinstance(p, DTensor) and not firsts.isdisjoint(p.device_mesh.mesh.flatten().tolist())
-        for p in model.parameters()
-    )
+    firsts = {rank for rank in ranks_of(mesh) if sample_coordinate(mesh, rank) == 0}
+    return all(isinstance(p, DTensor) and not firsts.isdisjoint(ranks_of(p.device_mesh)) for p in model.parameters())
 
 
 def hollow(model: nn.Module) -> list[str]:

@@ -86,9 +86,13 @@ def halo_of(fetched: Tensor, dim: int, rows: Rows, own: Interval) -> Halo:
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:
     """Tell whether one tensor is a view of the other, or both of a third; of tensors without data it is not known."""
-    if x is y or type(x) not in (Tensor, torch.nn.Parameter):
+    if x is y or not private.is_plain(x):
         return True  # a compiler traces, and decides itself what it keeps
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() != 0
+    return private.memory_of(x) == private.memory_of(y) != 0
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return private.memory_of(x), int(x.storage_offset())
 
 
 @contextlib.contextmanager
@@ -99,10 +103,10 @@ def kept_once(fetched: Tensor, piece: Tensor, halos: list[Halo]) -> Iterator[Non
         yield
         return
     recipe = Recipe(piece.detach(), private.version_of(piece), tuple(halos))
-    where, shape = fetched.data_ptr(), fetched.shape
+    where, shape = _place(fetched), fetched.shape
 
     def pack(x: Tensor) -> Tensor | Recipe:
-        return recipe if x.shape == shape and x.data_ptr() == where else x
+        return recipe if x.shape == shape and _place(x) == where else x
 
     def unpack(x: Tensor | Recipe) -> Tensor:
         return x.made() if isinstance(x, Recipe) else x
