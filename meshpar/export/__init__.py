@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, written and read without a gather."""
