@@ -28,6 +28,7 @@ from meshpar.errors import (
     SpecError,
 )
 from meshpar.exchange import fetch
+from meshpar.export import Exported, export_hf
 from meshpar.layers import SpherePad2d, sphere_pad
 from meshpar.materialize import materialize
 from meshpar.mesh import (
@@ -58,6 +59,7 @@ __all__ = [
     "CheckpointError",
     "DataSampler",
     "Entry",
+    "Exported",
     "GatherError",
     "GatherWarning",
     "Loaded",
@@ -80,6 +82,7 @@ __all__ = [
     "clip_grad_norm_",
     "collate_or_empty",
     "coordinate",
+    "export_hf",
     "fetch",
     "full_state_dict",
     "gather",
