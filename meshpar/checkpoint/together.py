@@ -1,7 +1,8 @@
 """Steps that all ranks take together: what fails on one is the same error on all.
 
 Invariant: every function here is called by all ranks of its team in the same order, and either returns on all of them
-or raises a `CheckpointError` on all of them. DCP has such steps of its own, but raises a `BaseException` from them.
+or raises a `CheckpointError` on all of them, or a `SpecError` where that is what was raised. DCP has such steps of its
+own, but raises a `BaseException` from them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshpar.errors import CheckpointError, explain
+from meshpar.errors import CheckpointError, SpecError, explain
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,6 +35,7 @@ class _Failure:
 
     text: str
     said: bool  # it was an error of ours, laid out already
+    of_request: bool = False  # a `SpecError`
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ def by_first(team: Team, what: str, act: Callable[[], T], combine: Callable[[lis
 def _attempt(act: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
     try:
         return act(), None
-    except CheckpointError as error:
-        return _Failure(str(error), said=True), error
+    except (CheckpointError, SpecError) as error:
+        return _Failure(str(error), said=True, of_request=isinstance(error, SpecError)), error
     except Exception as error:
         return _Failure(f"{type(error).__name__}: {error}", said=False), error
 
@@ -163,8 +165,9 @@ def _check(what: str, told: list[Any], fix: str, cause: Exception | None) -> Non
     if not failures:
         return
     texts = {failure.text for failure in failures.values()}
+    kind = SpecError if all(failure.of_request for failure in failures.values()) else CheckpointError
     if len(texts) == 1 and all(failure.said for failure in failures.values()):
-        raise CheckpointError(texts.pop()) from cause
+        raise kind(texts.pop()) from cause
     where = {f"rank {rank}: " if len(told) > 1 else "": failure for rank, failure in failures.items()}
     got = [line for who, failure in list(where.items())[:5] for line in f"{who}{failure.text}".splitlines()]
-    raise CheckpointError(explain(what, got=got, needs="every rank to succeed", fix=fix)) from cause
+    raise kind(explain(what, got=got, needs="every rank to succeed", fix=fix)) from cause

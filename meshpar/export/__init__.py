@@ -1,1 +1,5 @@
-"""Hugging Face checkpoints, written and read without a gather."""
+"""Hugging Face checkpoints from models that lie over ranks, and back, without a gather."""
+
+from meshpar.export.state import exported_state
+
+__all__ = ["exported_state"]
