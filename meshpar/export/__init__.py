@@ -1,5 +1,6 @@
-"""Hugging Face checkpoints from models that lie over ranks, and back, without a gather."""
+"""Hugging Face checkpoints, written and read without a gather."""
 
+from meshpar.export.load import LoadedHf, load_hf
 from meshpar.export.state import exported_state
 
-__all__ = ["exported_state"]
+__all__ = ["LoadedHf", "exported_state", "load_hf"]
