@@ -70,6 +70,28 @@ def background_team() -> Team:
     return Team(_BACKGROUND[0][1], dist.get_rank(), dist.get_world_size())
 
 
+_OWN: dict[float, tuple[object, dist.ProcessGroup]] = {}
+"""The groups of `own_team`, by timeout, each with the world that it was made for."""
+
+
+def own_team(timeout_s: float) -> Team:
+    """Give the team of all ranks over a gloo group of its own, whose steps may take longer than those of the training.
+
+    Args:
+        timeout_s: how long a rank waits for the others in a step; the same on every rank.
+
+    Communication:
+        At the first call, and after a step in which a rank was lost: the making of a group, on all ranks.
+    """
+    if not dist.is_initialized():
+        return Team(None, 0, 1)
+    kept = _OWN.get(timeout_s)
+    if kept is None or kept[0] is not dist.group.WORLD:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        kept = _OWN[timeout_s] = (dist.group.WORLD, group)
+    return Team(kept[1], dist.get_rank(), dist.get_world_size())
+
+
 def everyone(team: Team, what: str, act: Callable[[], T], *, fix: str) -> list[T]:
     """Let every rank act, and give the results of all, in rank order.
 
@@ -151,6 +173,7 @@ def _lost(what: str, communicate: Callable[[], Any]) -> None:
     try:
         communicate()
     except RuntimeError as error:
+        _OWN.clear()  # a group that has lost a rank cannot be used again
         text = explain(
             what,
             got=f"no answer of a rank: {error}",
