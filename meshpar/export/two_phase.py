@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar.checkpoint.together import Team, everyone
-from meshpar.export.folder import new_file
+from meshpar.export.folder import new_file, start_writing
 from meshpar.export.memory import memory_of
 from meshpar.export.plan import File, Placed
 from meshpar.export.runs import runs
@@ -123,7 +123,7 @@ class _Rounds:
         if self.file is None:
             return -1
         handle = stack.enter_context(new_file(self.job.folder / self.file.name))
-        _append(handle, memoryview(self.file.header))
+        _append(handle, memoryview(self.file.header), 0)
         return handle
 
     def _mine(self, placed: Placed) -> Iterator[_Stretch]:
@@ -179,7 +179,7 @@ class _Rounds:
                 taken += size
             assert taken == end, f"rank {rank} has sent {got[rank]} bytes, {end - taken} more than the plan says"
         assert taken == num_bytes, f"{taken} bytes have come for {num_bytes} of {self.file.name}"
-        _append(handle, window[:num_bytes])
+        _append(handle, window[:num_bytes], first)
         return num_bytes
 
 
@@ -191,6 +191,9 @@ def _swapped(given: Tensor, room: Tensor, given_sizes: list[int] | None, sizes: 
     return room
 
 
-def _append(handle: int, data: memoryview) -> None:
+def _append(handle: int, data: memoryview, at: int) -> None:
+    """Write bytes at the end of a file, which is at `at`."""
     while data:
-        data = data[os.write(handle, data) :]
+        done = os.write(handle, data)
+        start_writing(handle, at, done)
+        data, at = data[done:], at + done
