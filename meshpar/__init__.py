@@ -28,7 +28,14 @@ from meshpar.errors import (
     SpecError,
 )
 from meshpar.exchange import fetch
-from meshpar.export import Exported, export_hf
+from meshpar.export import (
+    Exported,
+    LoadedHf,
+    distributed_save_hf_checkpoint,
+    export_hf,
+    exported_state,
+    load_hf,
+)
 from meshpar.layers import SpherePad2d, sphere_pad
 from meshpar.materialize import materialize
 from meshpar.mesh import (
@@ -63,6 +70,7 @@ __all__ = [
     "GatherError",
     "GatherWarning",
     "Loaded",
+    "LoadedHf",
     "MeshSpec",
     "MeshparError",
     "NonFiniteError",
@@ -82,7 +90,9 @@ __all__ = [
     "clip_grad_norm_",
     "collate_or_empty",
     "coordinate",
+    "distributed_save_hf_checkpoint",
     "export_hf",
+    "exported_state",
     "fetch",
     "full_state_dict",
     "gather",
@@ -94,6 +104,7 @@ __all__ = [
     "layers",
     "list_checkpoints",
     "load_checkpoint",
+    "load_hf",
     "make_mesh",
     "materialize",
     "mesh_of",
