@@ -29,6 +29,14 @@ from meshpar.errors import (
     SpecError,
 )
 from meshpar.exchange import fetch
+from meshpar.export import (
+    Exported,
+    LoadedHf,
+    distributed_save_hf_checkpoint,
+    export_hf,
+    exported_state,
+    load_hf,
+)
 from meshpar.layers import SpherePad2d, sphere_pad
 from meshpar.materialize import materialize
 from meshpar.mesh import (
@@ -63,9 +71,11 @@ __all__ = [
     "DataSampler",
     "Entry",
     "Explanation",
+    "Exported",
     "GatherError",
     "GatherWarning",
     "Loaded",
+    "LoadedHf",
     "MeshSpec",
     "MeshparError",
     "NFSWorkspace",
@@ -91,6 +101,9 @@ __all__ = [
     "collate_or_empty",
     "coordinate",
     "explain",
+    "distributed_save_hf_checkpoint",
+    "export_hf",
+    "exported_state",
     "fetch",
     "full_state_dict",
     "gather",
@@ -104,6 +117,7 @@ __all__ = [
     "layers",
     "list_checkpoints",
     "load_checkpoint",
+    "load_hf",
     "make_mesh",
     "materialize",
     "mesh_of",

@@ -1,7 +1,8 @@
 """Steps that all ranks take together: what fails on one is the same error on all.
 
 Invariant: every function here is called by all ranks of its team in the same order, and either returns on all of them
-or raises a `CheckpointError` on all of them. DCP has such steps of its own, but raises a `BaseException` from them.
+or raises a `CheckpointError` on all of them, or a `SpecError` where that is what was raised. DCP has such steps of its
+own, but raises a `BaseException` from them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshpar.errors import CheckpointError, explain
+from meshpar.errors import CheckpointError, SpecError, explain
 from meshpar.peers import who_is_gone
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class _Failure:
 
     text: str
     said: bool  # it was an error of ours, laid out already
+    of_request: bool = False  # a `SpecError`
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,28 @@ def background_team() -> Team:
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=30))
         _BACKGROUND[:] = [(dist.group.WORLD, group)]
     return Team(_BACKGROUND[0][1], dist.get_rank(), dist.get_world_size())
+
+
+_OWN: dict[float, tuple[object, dist.ProcessGroup]] = {}
+"""The groups of `own_team`, by timeout, each with the world that it was made for."""
+
+
+def own_team(timeout_s: float) -> Team:
+    """Give the team of all ranks over a gloo group of its own, whose steps may take longer than those of the training.
+
+    Args:
+        timeout_s: how long a rank waits for the others in a step; the same on every rank.
+
+    Communication:
+        At the first call, and after a step in which a rank was lost: the making of a group, on all ranks.
+    """
+    if not dist.is_initialized():
+        return Team(None, 0, 1)
+    kept = _OWN.get(timeout_s)
+    if kept is None or kept[0] is not dist.group.WORLD:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        kept = _OWN[timeout_s] = (dist.group.WORLD, group)
+    return Team(kept[1], dist.get_rank(), dist.get_world_size())
 
 
 def everyone(team: Team, what: str, act: Callable[[], T], *, fix: str) -> list[T]:
@@ -143,8 +167,8 @@ def by_first(team: Team, what: str, act: Callable[[], T], combine: Callable[[lis
 def _attempt(act: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
     try:
         return act(), None
-    except CheckpointError as error:
-        return _Failure(str(error), said=True), error
+    except (CheckpointError, SpecError) as error:
+        return _Failure(str(error), said=True, of_request=isinstance(error, SpecError)), error
     except Exception as error:
         return _Failure(f"{type(error).__name__}: {error}", said=False), error
 
@@ -154,6 +178,7 @@ def _lost(what: str, us: Team, communicate: Callable[[], Any]) -> None:
     try:
         communicate()
     except RuntimeError as error:
+        _OWN.clear()  # a group that has lost a rank cannot be used again
         text = explain(
             what,
             got=[
@@ -172,8 +197,9 @@ def _check(what: str, told: list[Any], fix: str, cause: Exception | None) -> Non
     if not failures:
         return
     texts = {failure.text for failure in failures.values()}
+    kind = SpecError if all(failure.of_request for failure in failures.values()) else CheckpointError
     if len(texts) == 1 and all(failure.said for failure in failures.values()):
-        raise CheckpointError(texts.pop()) from cause
+        raise kind(texts.pop()) from cause
     where = {f"rank {rank}: " if len(told) > 1 else "": failure for rank, failure in failures.items()}
     got = [line for who, failure in list(where.items())[:5] for line in f"{who}{failure.text}".splitlines()]
-    raise CheckpointError(explain(what, got=got, needs="every rank to succeed", fix=fix)) from cause
+    raise kind(explain(what, got=got, needs="every rank to succeed", fix=fix)) from cause
