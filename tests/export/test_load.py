@@ -298,6 +298,38 @@ def test_hooks_of_the_model_run(tmp_path):
     assert seen == [4.0]
 
 
+def after_a_forward(folder: str) -> None:
+    """Units that keep their gathered weights after a forward gather them anew."""
+    x = torch.arange(4)
+    line = private.flatten(mesh_for("data=2,domain=2"), ("data", "domain"), "all_ranks")
+    torch.manual_seed(1)
+    expected = Tied()(x)
+    for model in (fully_shard(Tied(), mesh=line, reshard_after_forward=False), laid_out(Tied(), "meshpar")):
+        model(x)
+        load_hf(model, folder)
+        y = model(x)
+        y = meshpar.gather(y)[:4] if isinstance(y, DTensor) else y  # both data ranks give the same four
+        assert torch.allclose(y, expected, atol=1e-6)
+
+
+def test_a_forward_after_loading_has_the_new_values(tmp_path):
+    torch.manual_seed(1)
+    run_ranks(after_a_forward, 4, str(write_model(tmp_path, Tied())))
+
+
+def stages(folder: str) -> None:
+    """Ranks with modules of their own, on the meta device; one of them has what no checkpoint has."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(3, 3)}) if dist.get_rank() else nn.ModuleDict({"b": Rotary()})
+    load_hf(model, folder, init=fill)
+
+
+def test_stages_that_would_not_go_on_alike(tmp_path):
+    net = nn.ModuleDict({"a": nn.Linear(3, 3), "b": Rotary()})
+    text = refused(stages, str(write_model(tmp_path, net)), num_ranks=2)
+    assert "such tensors on rank 0, none on rank 1" in text
+
+
 # ---- ties
 
 
