@@ -36,6 +36,7 @@ SLOW_FILES = (
     *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
     *("test_shares.py", "test_compact.py"),
     *("test_load.py", "test_modelopt.py"),
+    *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",

@@ -19,6 +19,7 @@ def write_configs(model: Any, folder: Path) -> dict[str, int]:
         model: has a `config` that can write itself (`to_json_file`) or tell what it holds (`to_dict`), or none.
         folder: where they come.
     """
+    model = getattr(model, "module", model) if not hasattr(model, "config") else model  # DistributedDataParallel
     found = {}
     for attribute, name in _FILES:
         config = getattr(model, attribute, None)

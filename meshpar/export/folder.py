@@ -155,7 +155,8 @@ def commit(staging: Staging) -> None:
     """Put the files in their places, for those that were there; see the module for the order.
 
     Raises:
-        OSError: a step failed; then the old files are back in their places.
+        OSError: a step failed; the old files are back in their places.
+        CheckpointError: a step failed, and so did the way back; it says where the old files are.
     """
     target, path = staging.target, staging.path
     new = sorted(entry.name for entry in path.iterdir())
@@ -177,10 +178,8 @@ def commit(staging: Staging) -> None:
                 sync_folder(target)
             _move(path / name, target / name, moved)
         sync_folder(target)
-    except BaseException:
-        for source, place in reversed(moved):
-            with contextlib.suppress(OSError):
-                place.rename(source)
+    except BaseException as error:
+        _put_back(moved, old, error)
         raise
     for made in staging.made:
         with contextlib.suppress(OSError):
@@ -188,6 +187,17 @@ def commit(staging: Staging) -> None:
     shutil.rmtree(path, ignore_errors=True)
     _unlock(staging.lock)
     staging.lock = None
+
+
+def _put_back(moved: Sequence[tuple[Path, Path]], old: Path, error: BaseException) -> None:
+    for source, place in reversed(moved):
+        with contextlib.suppress(OSError):
+            place.rename(source)
+    left = sorted(entry.name for entry in old.iterdir())
+    if left:
+        got = [f"{type(error).__name__}: {error}", f"{len(left)} old files are in {old}: {', '.join(left[:3])}"]
+        needs, fix = "renames in the folder", "move them back by hand before the next export, which removes them"
+        raise CheckpointError(explain("export: stopped half-way.", got=got, needs=needs, fix=fix)) from error
 
 
 def _move(source: Path, place: Path, moved: list[tuple[Path, Path]]) -> None:

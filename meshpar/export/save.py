@@ -195,7 +195,7 @@ def _write(
 
 def _look(path: Path) -> Seen:
     """See the folder that rank 0 has made."""
-    os.close(open_shown(path / _PROBE, os.O_RDONLY))
+    os.close(open_shown(path / _PROBE, os.O_RDONLY, folder_shows=False))
     return Seen(host_id(), file_system_of(path))
 
 

@@ -6,7 +6,6 @@ of that where it does not lie side by side. Every step ends by all ranks hearing
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
@@ -116,8 +115,14 @@ def _fill_one(job: Job, file: File) -> None:
         os.close(handle)
 
 
-def open_shown(path: Path, flags: int = os.O_WRONLY) -> int:
-    """Open a file that another rank has made, once it shows."""
+def open_shown(path: Path, flags: int = os.O_WRONLY, *, folder_shows: bool = True) -> int:
+    """Open a file that another rank has made, once it shows.
+
+    Args:
+        path: the file.
+        flags: how it is opened.
+        folder_shows: whether its folder has been seen; if that is gone, there is nothing to wait for.
+    """
     begun, wait = time.monotonic(), 0.01
     while True:
         try:
@@ -126,7 +131,10 @@ def open_shown(path: Path, flags: int = os.O_WRONLY) -> int:
             late = time.monotonic() - begun > VISIBLE_S
             if error.errno not in (errno.ENOENT, errno.ESTALE) or late:
                 raise
-        with contextlib.suppress(OSError):
+        try:
             os.listdir(path.parent)  # some clients look again then
+        except OSError:
+            if folder_shows:
+                raise
         time.sleep(wait)
         wait = min(2 * wait, 1.0)
