@@ -74,6 +74,7 @@ SLOW_NAMES = (
     "does_not_come",
     "the_default_collate",
     "runs_under_torchrun",
+    "ties_that_lie_apart",
 )
 QUICK_NAMES = (
     *(
