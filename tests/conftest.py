@@ -35,6 +35,8 @@ SLOW_FILES = (
     *("test_data_modes.py", "test_precision.py", "test_units.py", "test_materialize.py", "test_recompute.py"),
     *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
     *("test_shares.py", "test_compact.py", "test_lost.py", "test_killed_peers.py", "test_two_hosts.py"),
+    *("test_measured.py", "test_misuse.py"),
+    *("test_load.py", "test_modelopt.py"),
     *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py"),
 )
 SLOW_NAMES = (
@@ -80,8 +82,15 @@ SLOW_NAMES = (
     "half_a_file",
     "shared_memory_does_not_reach",
     "runs_under_torchrun",
+    "ties_that_lie_apart",
 )
 QUICK_NAMES = (
+    *(
+        "side_by_side_are_one_call",
+        "does_not_fit_is_named",
+        "one_name_of_a_tie",
+        "from_one_layout_to_another[meshpar-ful",
+    ),
     *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),
     *("rows_that_do_not_divide", "values_from_a_checkpoint", "three_small_batches", "further_objects_reshard"),
 )

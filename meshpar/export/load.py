@@ -94,7 +94,7 @@ def load_hf(
         told = everyone(us, what, job.prepare, fix=_FIX)
         missing, unexpected = job.settle(told, strict=strict)
         if any(t.doubtful for t in told):
-            everyone(us, what, lambda: job.check(init), fix=_FIX)
+            job.agree(everyone(us, what, lambda: job.check(init), fix=_FIX))
         try:
             job.make_room()
             num_bytes = everyone(us, what, job.read, fix=_FIX)[us.rank]
@@ -150,7 +150,8 @@ class _Job:
                 self.sources[name] = stored[source]
                 wrong += _unlike(name, tensors[name], source, stored[source])
                 x = tensors[name]
-                if isinstance(x, DTensor) and has_two_readings(x.shape, layout_of(x)):
+                here = isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
+                if here and has_two_readings(x.shape, layout_of(x)):
                     readings[name] = readings_of(x)
             for other in there[1:]:
                 if (stored[other].shape, stored[other].dtype) != (stored[there[0]].shape, stored[there[0]].dtype):
@@ -179,7 +180,7 @@ class _Job:
                 f"{name}: {_kind(stored[name].shape, stored[name].dtype)} in the checkpoint, not in the model"
                 for name in unexpected
             ]
-        for name in {name for t in told for name in t.readings}:
+        for name in dict.fromkeys(name for t in told for name in t.readings):
             fits = {t.readings[name] for t in told if name in t.readings}
             if fits >= {"n", "l"} or "" in fits:
                 lines.append(f"{name}: the pieces of different ranks come from different cuts")
@@ -195,8 +196,8 @@ class _Job:
         tables = (self.model.named_parameters, self.model.named_buffers)
         return [pair for table in tables for pair in table(remove_duplicate=False)]
 
-    def check(self, init: Init | None) -> None:
-        """See that ties are equal in the checkpoint, and that all of a model without values gets some."""
+    def check(self, init: Init | None) -> bool:
+        """See that ties are equal in the checkpoint, and whether tensors without values get some from elsewhere."""
         tensors = self._tensors()
         for name, other in self.equal:
             first = self.checkpoint.tensors[name]
@@ -215,6 +216,15 @@ class _Job:
             recipes.check(left)
             owners = [m for m in recipes.modules if left.intersection(recipes.own(m))]
             self.room = recipes, Room(self.model, recipes), owners
+        return self.room is not None and bool(self.room[2])
+
+    def agree(self, fills: list[bool]) -> None:
+        """See that all ranks go on alike: functions that fill tensors draw rank 0's random numbers, on all ranks."""
+        if len(set(fills)) > 1:
+            got = f"such tensors on rank {fills.index(True)}, none on rank {fills.index(False)}"
+            what = "load_hf: tensors on the meta device that the checkpoint does not have, on some ranks alone."
+            needs, fix = "the same modules on all ranks", "give values to these tensors before load_hf, or after it"
+            raise CheckpointError(explain(what, got=got, needs=needs, fix=fix))
 
     def make_room(self) -> None:
         """Give memory to what is on the meta device, and fill what the checkpoint does not have."""

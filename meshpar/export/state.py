@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshpar import private
 from meshpar.checkpoint.together import Team, everyone, team
 from meshpar.errors import SpecError, explain
 from meshpar.export import ties
 from meshpar.export.names import companions, exported_name, is_cache_scale, module_name, odd, without_ones
-from meshpar.intervals import chunks
+from meshpar.export.scales import of_two_dims
 
 CACHE_FORMATS = ("FP8", "NVFP4", "NVFP4_AFFINE")
 """The formats of key and value caches whose scales are exported."""
@@ -48,7 +46,7 @@ def exported_state(
     expects, other state of quantizers stays out, scales of shape (1, n, m) become (n, m). Of tied weights one name is
     kept: the one that `all_tied_weights_keys` says, or the first; the scales of the others go with them.
 
-    It may be called under `torch.inference_mode()`.
+    It may be called under `torch.inference_mode()`. Rank 0 warns where scales of FP8 caches are above 0.5.
 
     Args:
         model: the model; parallelized by meshpar, `fully_shard`, `parallelize_module`, or not at all.
@@ -277,7 +275,7 @@ class _Plan:
         for name, new in self.new.items():
             value = self.scales.get(name, self.tensors[name])
             if without_ones(new, value.shape) != tuple(value.shape):
-                value = _of_two_dims(value)
+                value = of_two_dims(value)
             found[new] = value
         return found
 
@@ -295,41 +293,3 @@ def _largest(name: str, told: list[_Told]) -> float:
     """Give the largest of the amaxes of all ranks that have one; nan where one is."""
     found = [t.maxima[name] for t in told if name in t.maxima]
     return math.nan if any(math.isnan(x) for x in found) else max(found)
-
-
-def _of_two_dims(x: Tensor) -> Tensor:
-    """Take the first dim of a scale away, of size 1.
-
-    Communication:
-        Where an axis cuts that dim, its one rank with rows hands them to the others, who keep a chunk each.
-    """
-    if not isinstance(x, DTensor):
-        return x.squeeze(0)
-    mesh, piece = x.device_mesh, private.piece_of(x).detach()
-    where = mesh.get_coordinate()
-    cutting = [i for i, p in enumerate(x.placements) if getattr(p, "dim", None) == 0]
-    placements: list[Any] = [Replicate() if i in cutting else _shifted(p) for i, p in enumerate(x.placements)]
-    if where is not None and any(mesh.size(i) > 1 for i in cutting):
-        piece = piece if piece.shape[0] else piece.new_empty((1, *piece.shape[1:]))
-        home = piece.device
-        piece = piece.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
-        for i in cutting:
-            if mesh.size(i) > 1:
-                # as bytes: gloo does not know the dtypes of scales
-                dist.broadcast(piece.view(-1).view(torch.uint8), group=mesh.get_group(i), group_src=0)
-        first = cutting[0]
-        if not any(getattr(p, "dim", None) == 0 for p in placements):
-            a, b = chunks(piece.shape[1], mesh.size(first))[where[first]]
-            piece = piece[:, a:b].clone()
-            placements[first] = Shard(0)
-        piece = piece.to(home)
-    piece = piece.squeeze(0) if where is not None else piece.new_empty(0)
-    shape = x.shape[1:]
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
-
-
-def _shifted(placement: Any) -> Any:
-    """Give the placement of what is left when the first dim goes."""
-    if isinstance(placement, private.StridedShard):
-        return private.StridedShard(placement.dim - 1, split_factor=placement.split_factor)
-    return Shard(placement.dim - 1) if isinstance(placement, Shard) else placement

@@ -369,8 +369,8 @@ def pipeline() -> list[str]:
 
 
 def test_ranks_may_have_tensors_of_their_own():
-    found = run_ranks(pipeline, 2)
-    assert found == [[f"layer{rank}.{name}" for name in EXPORTED] for rank in range(2)]
+    found = run_ranks(pipeline, 4)
+    assert found == [[f"layer{rank}.{name}" for name in EXPORTED] for rank in range(4)]
 
 
 # ---- inference mode
@@ -427,7 +427,7 @@ def wrapped() -> None:
 
 
 def test_wrappers_of_torch_leave_no_trace_in_names():
-    run_ranks(wrapped, 2)
+    run_ranks(wrapped, 4)
     assert list(exported_state(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))) == [
         "0.weight",
         "0.bias",
