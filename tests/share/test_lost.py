@@ -1,4 +1,4 @@
-"""A process that is killed in a gather: the others get an error that names it, and nothing of it is left.
+"""A process that is killed in a gather: the others get an error that names it, and nothing of it is left (FIELD 53).
 
 Two jobs of equal ranks on one host. The ranks are forks of one process that imports torch once; run as a program, this
 file is that process, and prints what each rank saw.
