@@ -98,8 +98,6 @@ def _fill(source: _Source, f: Filling, room: _Room) -> int:
                     memory_of(window)[:num_bytes],
                 )
                 block.copy_(window[: block.numel()].view(block.shape))
-    if not piece.is_inference():
-        torch.autograd.graph.increment_version(piece)
     return piece.numel() * item_bytes
 
 

@@ -216,6 +216,8 @@ def sync_folder(path: Path) -> None:
 
 def write_all(handle: int, data: bytes | memoryview, at: int) -> None:
     """Write bytes at a place of a file, all of them."""
+    if len(data) < _AT_A_TIME // 8 and os.pwrite(handle, data, at) == len(data):
+        return  # the usual end, and quick: rows of columns are many
     view = memoryview(data)
     while view:
         done = os.pwrite(handle, view[:_AT_A_TIME], at)

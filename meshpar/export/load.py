@@ -246,7 +246,8 @@ class _Job:
         values = self.model.state_dict(keep_vars=True)
         inference = any(isinstance(t, Tensor) and t.is_inference() for t in values.values())
         with torch.inference_mode(mode=inference), torch.no_grad():
-            # The tensors are their own targets: this runs the hooks that a model has for its loading.
+            # The tensors are their own targets: this runs the hooks that a model has for its loading, and lets autograd
+            # count that they were written.
             self.model.load_state_dict(values, strict=False)
         return num_bytes
 

@@ -235,8 +235,15 @@ def runs(part: Part, item_bytes: int, start: int = 0, stop: int | None = None) -
         start: first byte of the piece that counts.
         stop: the byte of the piece after the last one that counts; its end by default.
     """
+    found = _raw_runs(part, item_bytes, start, stop)
+    # One block of a row that is not all of it: no two are adjacent.
+    cut = [rows for rows, size, n in zip(part.rows, part.sizes, part.shape, strict=True) if size != n]
+    return found if cut and len(cut[-1]) == 1 else _merged(found)
+
+
+def _merged(found: Iterator[Run]) -> Iterator[Run]:
     last: Run | None = None
-    for run in _raw_runs(part, item_bytes, start, stop):
+    for run in found:
         if last is not None and last.at + last.size == run.at and last.begin + last.size == run.begin:
             last = Run(last.at, last.begin, last.size + run.size)
             continue

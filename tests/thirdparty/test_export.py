@@ -1,8 +1,10 @@
 """Checkpoints of models of transformers: what `export_hf` writes `from_pretrained` reads, and the other way round."""
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,10 +21,14 @@ SIZES = {
 }
 
 
+def of_transformers(name: str) -> Any:
+    return getattr(importlib.import_module("transformers"), name)
+
+
 def llama(*, tied: bool, seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied, dtype=dtype)
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    config = of_transformers("LlamaConfig")(**SIZES, tie_word_embeddings=tied, dtype=dtype)
+    return of_transformers("LlamaForCausalLM")(config).to(dtype)
 
 
 def spread_out(net: nn.Module, how: str) -> nn.Module:
@@ -55,9 +61,9 @@ def test_from_pretrained_reads_what_ranks_have_exported(how, tied, tmp_path):
         folder = str(tmp_path / str(size))
         run_ranks(write, 4, folder, how, tied, size)
         expected = llama(tied=tied, seed=1)
-        found, told = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+        found, told = of_transformers("LlamaForCausalLM").from_pretrained(folder, output_loading_info=True)
         assert [key for key, value in told.items() if value] == []
-        assert type(found) is transformers.LlamaForCausalLM
+        assert type(found) is of_transformers("LlamaForCausalLM")
         assert found.dtype == torch.bfloat16
         assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
         state = found.state_dict()
