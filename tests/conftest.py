@@ -82,6 +82,8 @@ SLOW_NAMES = (
     "half_a_file",
     "shared_memory_does_not_reach",
     "runs_under_torchrun",
+    *("odd_tensors_keep", "more_than_142", "options_change_the_plan", "search_ranks", "that_is_found_gives"),
+    *("ranks_that_do_not_come_are_said", "scales_that_lie_over_ranks"),
     "ties_that_lie_apart",
 )
 QUICK_NAMES = (
