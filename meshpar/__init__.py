@@ -62,7 +62,7 @@ from meshpar.rewrite import rewrite
 from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
 from meshpar.share import NFSWorkspace, get_configs_parallel, get_tensors_parallel
-from meshpar.showing import Explanation, explain
+from meshpar.showing import Explanation, Picture, explain, show
 
 __all__ = [
     "AXES",
@@ -81,6 +81,7 @@ __all__ = [
     "NFSWorkspace",
     "NonFiniteError",
     "PeerError",
+    "Picture",
     "Plan",
     "Precision",
     "Rates",
@@ -138,6 +139,7 @@ __all__ = [
     "shard_batch",
     "shard_slices",
     "should_not_checkpoint",
+    "show",
     "sphere_pad",
     "spmd",
 ]

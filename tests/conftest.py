@@ -96,6 +96,12 @@ QUICK_NAMES = (
     *("drawn_layers", "same_function", "fewer_bytes_are_kept", "a_mix_of_plain_and_all_meshes"),
     *("rows_that_do_not_divide", "values_from_a_checkpoint", "three_small_batches", "further_objects_reshard"),
 )
+SLOW_CASES = (
+    *("one row on a rank", "empty_tensors[3]", "empty_tensors[5]", "empty_tensors[7]", "empty_tensors[9]"),
+    *("a_gather[unet-data=1,domain=3", "a_gather[unet-data=4", "windows_need[37-data=1", "windows_need[13-data=2"),
+    *("quickly[swin]", "quickly[diffusion]", "quickly[sfno]", "every_rank_holds_a_quarter", "that_is_alone_plans"),
+)
+"""Cases of tests that are quick but for these."""
 
 
 @pytest.fixture(autouse=True)
@@ -113,5 +119,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         drawn = any(part in item.name for part in SLOW_NAMES) or item.path.name in SLOW_FILES
         quick = any(part in item.name for part in QUICK_NAMES)
         own_command = any(item.get_closest_marker(name) for name in ("long", "thirdparty"))
-        if drawn and not quick and not own_command:
+        case = any(part in item.name for part in SLOW_CASES)
+        if ((drawn and not quick) or case) and not own_command:
             item.add_marker(pytest.mark.slow)
