@@ -99,6 +99,8 @@ QUICK_NAMES = (
 SLOW_CASES = (
     *("one row on a rank", "empty_tensors[3]", "empty_tensors[5]", "empty_tensors[7]", "empty_tensors[9]"),
     *("a_gather[unet-data=1,domain=3", "a_gather[unet-data=4", "windows_need[37-data=1", "windows_need[13-data=2"),
+    *("field_40_spectral", "transformers_are_the_same", "round_trips_from_one", "batch[data=2,domain=2]"),
+    *("further_objects_reshard", "header_that_readers_refuse", "empty[data=1,domain=2,tensor=2]"),
     *("quickly[swin]", "quickly[diffusion]", "quickly[sfno]", "every_rank_holds_a_quarter", "that_is_alone_plans"),
 )
 """Cases of tests that are quick but for these."""
