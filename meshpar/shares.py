@@ -106,6 +106,8 @@ def share_of(x: Tensor) -> Share:
     if x.numel() == 0:  # `fully_shard` gives every rank nothing of any shape
         return Share((0,) * x.dim(), held)
     share = share_at(x.shape, x.device_mesh.shape, x.placements, _coordinates(x.device_mesh))
+    if 0 in share.sizes and 0 in held:  # the same where a tensor axis leaves it nothing to cut
+        return Share(share.offsets, held)
     assert held == share.sizes, f"{tuple(x.shape)} in {x.placements}: holds {held}, not {share.sizes}"
     return share
 
@@ -162,8 +164,9 @@ def whole_of(x: Tensor) -> Tensor:
     mesh, piece = x.device_mesh, private.piece_of(x).detach()
     if x.numel() == 0:
         return piece.new_empty(x.shape)
-    piece = piece.to(mesh.device_type)
-    for dim, (cuts, _) in enumerate(_cuts(x.shape, mesh.shape, x.placements, _coordinates(mesh))):
+    found = _cuts(x.shape, mesh.shape, x.placements, _coordinates(mesh))
+    piece = piece.to(mesh.device_type).reshape([b - a for _, (a, b) in found])
+    for dim, (cuts, _) in enumerate(found):
         for cut in reversed(cuts):
             if mesh.size(cut.mesh_dim) > 1:
                 axis, n = (mesh.mesh_dim_names or ())[cut.mesh_dim], cut.span[1] - cut.span[0]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshpar.disk import sync_folder
 from meshpar.errors import CheckpointError, explain
 
 MANIFEST = "meshpar.json"
@@ -81,9 +82,9 @@ def commit(temporary: Path, saved: Saved, manifest: dict[str, Any]) -> None:
     files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
     told = {"format": FORMAT, "step": saved.step, "number": saved.number, **manifest, "files": files}
     write_synced(temporary / MANIFEST, json.dumps(told, indent=1).encode())
-    _sync_folder(temporary)
+    sync_folder(temporary)
     temporary.rename(saved.path)
-    _sync_folder(saved.path.parent)
+    sync_folder(saved.path.parent)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -92,14 +93,6 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshpar.disk import sync_folder
 from meshpar.errors import CheckpointError, explain
 from meshpar.export.plan import INDEX, SINGLE
 
@@ -203,15 +204,6 @@ def _put_back(moved: Sequence[tuple[Path, Path]], old: Path, error: BaseExceptio
 def _move(source: Path, place: Path, moved: list[tuple[Path, Path]]) -> None:
     source.rename(place)
     moved.append((source, place))
-
-
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder down to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_all(handle: int, data: bytes | memoryview, at: int) -> None:

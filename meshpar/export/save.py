@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.checkpoint.together import Team, everyone, first, own_team
+from meshpar.disk import sync_folder
 from meshpar.errors import SpecError, explain
 from meshpar.export import folder as folders
 from meshpar.export.configs import write_configs
@@ -208,6 +209,6 @@ def _finish(staging: Staging, plan: Plan, config_of: object) -> None:
         with new_file(staging.path / INDEX) as handle:
             write_all(handle, plan.index, 0)
         sizes[INDEX] = len(plan.index)
-    folders.sync_folder(staging.path)
+    sync_folder(staging.path)
     folders.check_sizes(staging, sizes)
     folders.commit(staging)

@@ -19,15 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar import private
+from meshpar.data import parameter_mesh
 from meshpar.errors import GatherWarning, SpecError, explain
-from meshpar.mesh import MeshSpec, axes_in, axis_group, make_mesh, space_mesh, summed_mesh
+from meshpar.mesh import MeshSpec, axes_in, make_mesh, space_mesh, summed_mesh
 from meshpar.parallelize import parallelize
 from meshpar.planning.loss import mean_square
 from meshpar.planning.rates import Rates
 from meshpar.planning.report import Plan, RankPlan, Transfer
 from meshpar.planning.watch import Watch
 from meshpar.planning.worlds import being, differing, mesh_sizes, rank_of, resolved
-from meshpar.record import record
+from meshpar.record import Entry, record
 from meshpar.scope import spmd
 
 Shapes = Any
@@ -187,7 +188,7 @@ def _step(
         watch_peak, activations, gathered = watch.peak_bytes, watch.peak["activations"], watch.peak["gathered"]
         flops, moved, compute_s, collectives = watch.flops, watch.moved_bytes, watch.compute_s, watch.collectives.copy()
         state = _optimizer_bytes(_held(model), optimizer)
-    transfers = _transfers(mesh, log.entries, collectives)
+    transfers = _transfers(mesh, settings.options.get("data", "fsdp"), log.entries, collectives)
     return RankPlan(
         rank=rank,
         place=place,
@@ -261,20 +262,25 @@ def _alike(twin: RankPlan, rank: int, place: dict[str, int], model: nn.Module, o
     return twin.with_shares(rank, place, parameters, gradients, state)
 
 
-def _transfers(mesh: DeviceMesh, entries: Sequence[Any], collectives: Counter[tuple[str, str, int]]) -> list[Transfer]:
+def _transfers(
+    mesh: DeviceMesh, data: str, entries: Sequence[Entry], collectives: Counter[tuple[str, str, int]]
+) -> list[Transfer]:
     """Add up what this rank sends, by axis and kind."""
     found: dict[tuple[str, str], list[int]] = {}
+
+    def add(name: str, kind: str, num_bytes: int, num_messages: int) -> None:
+        row = found.setdefault((" x ".join(axes_in(mesh, name)), kind), [0, 0])
+        row[0] += num_bytes
+        row[1] += num_messages
+
     for entry in entries:
-        row = found.setdefault((entry.axis, entry.kind), [0, 0])
-        row[0] += entry.num_bytes
-        row[1] += entry.num_messages
-    names = {str(axis_group(mesh, axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
-    for flat in (summed_mesh(mesh), space_mesh(mesh)):
-        names.setdefault(str(flat.get_group().group_name), (flat.mesh_dim_names or ("",))[0])
+        add(entry.axis, entry.kind, entry.num_bytes, entry.num_messages)
+    names: dict[str, str] = {}
+    for each in (mesh, summed_mesh(mesh), space_mesh(mesh), parameter_mesh(mesh, data)[0]):
+        for axis in each.mesh_dim_names or ():
+            names.setdefault(str(each.get_group(axis).group_name), axis)
     for (kind, group, whole), count in collectives.items():
         size = private.group_by_name(group).size()
         sent = whole * (size - 1) // size * (2 if kind == "all-reduce" else 1)
-        row = found.setdefault((" x ".join(axes_in(mesh, names.get(group, "ranks"))), kind), [0, 0])
-        row[0] += sent * count
-        row[1] += count
+        add(names[group], kind, sent * count, count)
     return [Transfer(axis, kind, *row) for (axis, kind), row in found.items()]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar.disk import sync_folder
 from meshpar.errors import ShareError, SpecError, explain
 from meshpar.share.packing import passable, safe_load
 
@@ -145,11 +146,7 @@ def write_state(file: Path, state: Any) -> int:
             os.fsync(opened.fileno())
             size_bytes = opened.tell()
         aside.replace(file)
-        handle = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(file.parent)
     except (OSError, RuntimeError) as error:
         if isinstance(error, ShareError):
             raise

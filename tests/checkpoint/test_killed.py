@@ -1,25 +1,17 @@
 """SIGKILL during a save, at random moments and at every file operation: the last good checkpoint is there."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import runs
 import torch
+from programs import played
 
 PROGRAM = Path(__file__).with_name("killed.py")
 
 
 def play(scene, folder):
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), scene, str(folder)], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return played(PROGRAM, scene, folder, timeout_s=600)
 
 
 def losses_alone(steps):

@@ -7,13 +7,16 @@ import runs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshpar
 from meshpar import private
 from meshpar.errors import ShardingError
 from meshpar.shares import cut_as, share_at, share_of, whole_of
-from meshpar.testing import run_ranks
+from meshpar.testing import mesh_for, run_ranks
 
 
 def strided(dim, parts):
@@ -98,6 +101,34 @@ def put_together(spec):
 def test_parameters_cut_twice_are_put_together(spec, num_strange):
     """FIELD 38: 7 channels over 2 x 2; 3 rows over 4; also what tensor and data cut along the same dim."""
     assert run_ranks(put_together, 4, spec) == [num_strange] * 4
+
+
+def cut_by_others(shape, style, folder):
+    """Cut a small weight as `fully_shard` after `parallelize_module` does, which leaves some ranks nothing at all."""
+    mesh = mesh_for("data=2,tensor=2")
+    net = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)).double()
+    whole = torch.arange(1.0, 1 + shape[0] * shape[1], dtype=torch.float64).view(shape)
+    with torch.no_grad():
+        net[0].weight.copy_(whole)
+    parallelize_module(net, mesh["tensor"], {"0": style()})
+    fully_shard(net, mesh=mesh["data"])
+    weight = net[0].weight
+    assert torch.equal(whole_of(weight), whole)
+    assert torch.equal(cut_as(whole, weight).to_local(), weight.to_local().detach())
+    assert torch.equal(meshpar.full_state_dict(net)["0.weight"], whole)
+    meshpar.save_checkpoint(folder, net, step=1)
+    with torch.no_grad():
+        weight.zero_()
+    meshpar.load_checkpoint(folder, net)
+    assert torch.equal(whole_of(net[0].weight), whole)
+    return tuple(weight.to_local().shape)
+
+
+@pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (3, 5), (1, 5)])
+def test_a_rank_that_two_cuts_leave_nothing(shape, style, tmp_path):
+    found = run_ranks(cut_by_others, 4, shape, style, str(tmp_path))
+    assert sum(torch.Size(local).numel() for local in found) == torch.Size(shape).numel()
 
 
 def test_field_43_a_full_state_dict_holds_plain_tensors():

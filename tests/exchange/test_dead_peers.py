@@ -8,13 +8,12 @@ import datetime
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
+from functools import partial
 
 import pytest
+from programs import forked, left_in, played
 
 TIMEOUT_S = 2.0
 HAVE = ((0, 2), (2, 4), (4, 6))
@@ -62,29 +61,13 @@ def be_rank(rank, store, scene):
 
 def play(scene, folder):
     """Fork three ranks, and collect what ranks 0 and 1 saw."""
-    pids = []
-    for rank in range(3):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                seen = be_rank(rank, f"{folder}/store", scene)
-                with open(f"{folder}/{rank}", "w") as file:
-                    json.dump(seen, file)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        pids.append(pid)
+    pids = [forked(partial(be_rank, rank, f"{folder}/store", scene), f"{folder}/{rank}") for rank in range(3)]
     for pid in pids[:2]:
         os.waitpid(pid, 0)
     if scene.startswith("sleeps"):
         os.kill(pids[2], signal.SIGKILL)
     os.waitpid(pids[2], 0)
-    seen = []
-    for rank in range(2):
-        with open(f"{folder}/{rank}") as file:
-            seen.append(json.load(file))
-    return seen
+    return [left_in(f"{folder}/{rank}") for rank in range(2)]
 
 
 def main():
@@ -103,10 +86,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def seen():
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return played(__file__, timeout_s=600)[0]
 
 
 @pytest.mark.parametrize("scene", SCENES)

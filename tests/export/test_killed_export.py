@@ -1,24 +1,16 @@
 """SIGKILL during an export, at every file operation: the old checkpoint loads, or none, or the new one; never a mix."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import played
 
 PROGRAM = Path(__file__).with_name("killed_export.py")
 
 
 def play(scene, folder):
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), scene, str(folder)], env=env, capture_output=True, text=True, timeout=160
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return played(PROGRAM, scene, folder, timeout_s=160)
 
 
 @pytest.mark.parametrize("old", ["one", "several"])

@@ -86,6 +86,19 @@ def test_options_change_the_plan_as_they_change_the_step():
     assert forward.ranks[0].activations_bytes < plain.ranks[0].activations_bytes
 
 
+def test_copies_and_shards_are_named_by_their_axes():
+    model, shape = net(), (1, 3, 16, 16)
+    num_bytes = 4 * sum(p.numel() for p in model.parameters())
+    copies = plan(model, "data=2,domain=2", shape, data="ddp")
+    assert copies.num_bytes(kind="all-reduce", axis="data x domain") == 2 * num_bytes * 3 // 4
+    both = plan(model, "replica=2,data=1,domain=2", shape, data="hsdp")
+    kinds = {(t.axis, t.kind) for t in both.ranks[0].transfers}
+    assert {("replica", "all-reduce"), ("shard", "all-gather"), ("shard", "reduce-scatter")} <= kinds
+    shards = plan(model, "data=2,domain=2", shape)
+    axes = {t.axis for t in shards.ranks[0].transfers}
+    assert axes == {"mesh", "domain", "data x domain"}
+
+
 def test_a_tensor_axis_is_planned():
     shape = {"x": (4, 10, 16)}
     whole = plan(Mlp(), "data=1", shape)

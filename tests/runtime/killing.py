@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from programs import forked, left_in
 from torch import nn
 
 import meshpar
@@ -133,23 +134,16 @@ def start(scene, number, folder):
     size = 3 if spec == "domain=3" else 4
     victim = chance.randrange(size)
     reads, told = os.pipe()
-    pids = []
-    for rank in range(size):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                death = Death(scene, chance, number % 2 == 0, told) if rank == victim else None
-                seen = "", "nothing was lost", 0.0
-                try:
-                    be_rank(rank, size, spec, data, folder, death)
-                except Exception as error:
-                    seen = type(error).__name__, str(error), time.monotonic()
-                (folder / str(rank)).write_text(json.dumps(seen))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        pids.append(pid)
+
+    def see(rank):
+        death = Death(scene, chance, number % 2 == 0, told) if rank == victim else None
+        try:
+            be_rank(rank, size, spec, data, folder, death)
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic()
+        return "", "nothing was lost", 0.0
+
+    pids = [forked(partial(see, rank), folder / str(rank)) for rank in range(size)]
     os.close(told)
     return pids, victim, reads
 
@@ -172,9 +166,8 @@ def run(scene, number, folder):
     os.close(reads)
     seen = {}
     for rank in range(len(pids)):
-        file = folder / str(rank)
-        if file.exists():
-            name, text, at = json.loads(file.read_text())
+        if (told := left_in(folder / str(rank))) is not None:
+            name, text, at = told
             seen[rank] = name, text, at - died
     saved = [one.step for one in meshpar.list_checkpoints(folder / "saved")] if (folder / "saved").exists() else []
     return {"way": WAYS[number % len(WAYS)], "victim": victim, "hung": hung, "seen": seen, "saved": saved}

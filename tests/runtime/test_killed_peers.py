@@ -3,26 +3,16 @@
 Under `parallelize`, with halos, statistics, `fully_shard` and its copies; 10 runs each, at drawn moments.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import killing
 import pytest
-
-PROGRAM = Path(killing.__file__)
+from programs import played
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(PROGRAM), str(tmp_path_factory.mktemp("killed"))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return played(killing.__file__, tmp_path_factory.mktemp("killed"), timeout_s=1200)[0]
 
 
 NAMED = re.compile(

@@ -7,14 +7,12 @@ file is that process, and prints what each rank saw.
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
-from pathlib import Path
+from functools import partial
 
 import pytest
+from programs import forked, left_in, played
 
 TIMEOUT_S = 10.0
 NUM_RUNS = 10
@@ -57,27 +55,14 @@ def be_rank(rank, store, scene):
 
 def start(scene, folder):
     """Fork the ranks of a job."""
-    pids = []
-    for rank in range(3):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                seen = be_rank(rank, f"{folder}/store", scene)
-                Path(f"{folder}/{rank}").write_text(json.dumps(seen))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        pids.append(pid)
-    return pids
+    return [forked(partial(be_rank, rank, f"{folder}/store", scene), f"{folder}/{rank}") for rank in range(3)]
 
 
 def end(pids, folder):
     """Wait for the ranks, and give what each saw; None for one that was killed."""
     for pid in pids:
         os.waitpid(pid, 0)
-    files = [Path(f"{folder}/{rank}") for rank in range(3)]
-    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return [left_in(f"{folder}/{rank}") for rank in range(3)]
 
 
 def main():
@@ -102,14 +87,12 @@ def main():
 
 @pytest.fixture(scope="module")
 def done():
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
+    return played(__file__, timeout_s=600)
 
 
 @pytest.fixture(scope="module")
 def seen(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return done[0]
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -133,8 +116,8 @@ def test_two_jobs_of_equal_ranks_do_not_meet(seen):
 
 def test_nothing_is_left_and_no_tracker_complains(seen, done):
     assert seen["left"] == []
-    assert "resource_tracker" not in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "resource_tracker" not in done[1]
+    assert "Traceback" not in done[1]
 
 
 if __name__ == "__main__":
