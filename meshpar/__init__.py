@@ -40,8 +40,6 @@ from meshpar.export import (
 from meshpar.layers import SpherePad2d, sphere_pad
 from meshpar.materialize import materialize
 from meshpar.mesh import (
-    AXES,
-    MeshSpec,
     axis_group,
     axis_ranks,
     axis_size,
@@ -63,6 +61,7 @@ from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
 from meshpar.share import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 from meshpar.showing import Explanation, Picture, explain, show
+from meshpar.spec import AXES, MeshSpec
 
 __all__ = [
     "AXES",

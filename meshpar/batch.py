@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from meshpar import pieces
 from meshpar.agree import SAMPLES, Told, compare, told_of
 from meshpar.errors import MeshparError, SpecError, explain
-from meshpar.mesh import AXES, DOMAIN, is_ours
+from meshpar.mesh import is_ours
 from meshpar.parts import Part, global_shapes, tell_refusal
+from meshpar.spec import AXES, DOMAIN
 from meshpar.trees import Layout, children, map_layouts, map_tensors, walk
 
 Tree = TypeVar("Tree")

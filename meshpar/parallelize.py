@@ -15,12 +15,13 @@ from meshpar.config import read_config
 from meshpar.data import check_options, fully_shard_over
 from meshpar.errors import SpecError, explain
 from meshpar.initial import make_equal, own_tensors
-from meshpar.mesh import MeshSpec, make_mesh
+from meshpar.mesh import make_mesh
 from meshpar.precision import Precision
 from meshpar.recompute import checkpoint_activations
 from meshpar.registry import Policy
 from meshpar.rewrite import rewrite, state_of, with_entry
 from meshpar.runtime import default_device_type, local_device
+from meshpar.spec import MeshSpec
 from meshpar.tensor import is_packed_plan, read_split, splits_for, tensor_parallel
 from meshpar.trees import Layout
 

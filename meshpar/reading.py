@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshpar import pieces
 from meshpar.batch import check_mesh, placements_of
 from meshpar.errors import SpecError, explain
-from meshpar.mesh import DOMAIN
+from meshpar.spec import DOMAIN
 
 Index = int | slice | Sequence[int]
 

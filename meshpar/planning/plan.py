@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshpar import private
 from meshpar.data import parameter_mesh
 from meshpar.errors import GatherWarning, SpecError, explain
-from meshpar.mesh import MeshSpec, axes_in, make_mesh, space_mesh, summed_mesh
+from meshpar.mesh import axes_in, make_mesh, space_mesh, summed_mesh
 from meshpar.parallelize import parallelize
 from meshpar.planning.loss import mean_square
 from meshpar.planning.rates import Rates
@@ -30,6 +30,7 @@ from meshpar.planning.watch import Watch
 from meshpar.planning.worlds import being, differing, mesh_sizes, rank_of, resolved
 from meshpar.record import Entry, record
 from meshpar.scope import spmd
+from meshpar.spec import MeshSpec
 
 Shapes = Any
 """What a model is given: a shape, a tensor, a sequence of those (by position) or a mapping (by name)."""

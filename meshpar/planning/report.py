@@ -9,9 +9,9 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshpar.mesh import MeshSpec
 from meshpar.planning.rates import Rates
 from meshpar.record import Entry
+from meshpar.spec import MeshSpec
 from meshpar.tables import aligned, parse_bytes, tell_bytes
 
 

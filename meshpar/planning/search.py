@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.errors import MeshparError, SpecError, explain
-from meshpar.mesh import MeshSpec
 from meshpar.planning.plan import Settings, Shapes, plan_at
 from meshpar.planning.rates import Rates
 from meshpar.planning.report import Plan
 from meshpar.planning.worlds import mesh_sizes
+from meshpar.spec import MeshSpec
 from meshpar.tables import aligned, parse_bytes, tell_bytes
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshpar import pretend, private
 from meshpar.errors import SpecError, explain
-from meshpar.mesh import MeshSpec
+from meshpar.spec import MeshSpec
 
 MAX_RANKS = 4096
 """The largest world that can be planned for."""

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from meshpar import pieces
 from meshpar.gathering import gather_call
 from meshpar.intervals import FILL, Rows, merged
-from meshpar.mesh import DOMAIN
 from meshpar.registry import rule
 from meshpar.rules.spatial import fetch_rows, settle
+from meshpar.spec import DOMAIN
 
 _OP = "F.grid_sample"
 _FAR = 1 << 40

@@ -15,7 +15,7 @@ from meshpar import private
 from meshpar.batch import default_layout
 from meshpar.errors import SpecError, explain
 from meshpar.intervals import Interval, chunks
-from meshpar.mesh import MeshSpec
+from meshpar.spec import MeshSpec
 
 AxesOf = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the axes that shard it, the outer one first."""

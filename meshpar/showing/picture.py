@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar.errors import SpecError, explain
-from meshpar.mesh import MeshSpec
 from meshpar.showing.cells import AxesOf, Cell, axes_of_tensor, cells_of, read_layout, sizes_of
+from meshpar.spec import MeshSpec
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#e07b39")
 """Of the ranks, by their place along the axes that cut the grid; told apart by colour-blind people, too."""

@@ -7,7 +7,8 @@ import math
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.mesh import MeshSpec, make_mesh
+from meshpar.mesh import make_mesh
+from meshpar.spec import MeshSpec
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from torch import nn
 import meshpar
 from meshpar.config import DATA_MODES, Choice, read_config
 from meshpar.errors import SpecError
-from meshpar.mesh import MeshSpec
+from meshpar.spec import MeshSpec
 from meshpar.testing import RankError, run_ranks
 
 

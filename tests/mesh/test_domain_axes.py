@@ -6,7 +6,7 @@ from torch import nn
 
 import meshpar
 from meshpar.errors import SpecError
-from meshpar.mesh import MeshSpec
+from meshpar.spec import MeshSpec
 from meshpar.testing import assert_equivalent, mesh_for, run_ranks
 
 SQUARE = "data=1,domain=2,domain_w=2"

@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshpar import mesh as meshes
 from meshpar import private, runtime
 from meshpar.errors import SpecError
-from meshpar.mesh import AXES, MeshSpec, make_mesh
+from meshpar.mesh import make_mesh
+from meshpar.spec import AXES, MeshSpec
 from meshpar.testing import run_ranks
 from meshpar.testing.meshes import mesh_for
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshpar.errors import SpecError
-from meshpar.mesh import AXES, MeshSpec
+from meshpar.spec import AXES, MeshSpec
 
 SIZES = st.integers(1, 12)
 
