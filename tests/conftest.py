@@ -15,7 +15,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 SLOW_FILES = (
-    *("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_shortcut.py"),
+    *("test_reduce.py", "test_moments.py", "test_pointwise.py", "test_pointwise_writing.py", "test_shortcut.py"),
     *("test_dead_peers.py", "test_rank_pool.py", "test_guard.py"),
     *(
         "test_compile.py",
@@ -26,7 +26,15 @@ SLOW_FILES = (
         "test_contract.py",
         "test_lookup.py",
     ),
-    *("test_patches.py", "test_recurrent.py", "test_sample.py", "test_fft.py", "test_along.py", "test_differences.py"),
+    *(
+        "test_patches.py",
+        "test_recurrent.py",
+        "test_dropout.py",
+        "test_sample.py",
+        "test_fft.py",
+        "test_along.py",
+        "test_differences.py",
+    ),
     *("test_matrices.py", "test_factory.py", "test_layers_sphere.py", "test_parts.py", "test_index.py", "test_join.py"),
     *("test_view.py", "test_views.py", "test_reshape.py", "test_domain_axes.py", "test_field_composition.py"),
     *("test_users.py", "test_random.py", "test_pad.py", "test_resample.py", "test_loss.py", "test_adaptive.py"),
@@ -35,8 +43,8 @@ SLOW_FILES = (
     *("test_data_modes.py", "test_precision.py", "test_units.py", "test_materialize.py", "test_recompute.py"),
     *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
     *("test_shares.py", "test_compact.py", "test_lost.py", "test_killed_peers.py", "test_two_hosts.py"),
-    *("test_measured.py", "test_misuse.py"),
-    *("test_load.py", "test_modelopt.py"),
+    *("test_measured.py", "test_misuse.py", "test_dropout.py"),
+    *("test_load.py", "test_load_misfits.py", "test_modelopt.py"),
     *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py"),
 )
 SLOW_NAMES = (

@@ -7,6 +7,7 @@ import pytest
 import states
 import torch
 import torch.distributed as dist
+from checks import same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,14 +21,6 @@ from meshpar.export.runs import Part, runs
 from meshpar.testing import mesh_for, run_ranks
 
 WRITERS = ("direct", "two-phase")
-
-
-def same_bits(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
-    )
 
 
 def read(folder):

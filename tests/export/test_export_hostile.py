@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checks import refused
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -18,18 +19,7 @@ from meshpar.errors import CheckpointError, SpecError
 from meshpar.export import folder as folders
 from meshpar.export import places, save, two_phase, writers
 from meshpar.export.places import Seen, chosen_writer, file_system_of
-from meshpar.testing import RankError, mesh_for, run_ranks
-
-
-def refused(kind, fn, *args, num_ranks=2) -> str:
-    """Give the text of the error that a function raises on all ranks."""
-    with pytest.raises(RankError) as caught:
-        run_ranks(fn, num_ranks, *args)
-    errors = caught.value.exceptions
-    assert sorted(errors) == list(range(num_ranks))
-    assert {type(e) for e in errors.values()} == {kind}, errors
-    assert len({str(e) for e in errors.values()}) == 1
-    return str(errors[0])
+from meshpar.testing import mesh_for, run_ranks
 
 
 def strange_state(kind):

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from checks import refused
 from quantized import EXPORTED, Attention, Quantizer, Tied, laid_out, placed
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -13,24 +14,13 @@ from meshpar import private
 from meshpar.errors import SpecError
 from meshpar.export import exported_state
 from meshpar.shares import whole_of
-from meshpar.testing import RankError, mesh_for, run_ranks
+from meshpar.testing import mesh_for, run_ranks
 
 CACHE = {"kv_cache_format": "NVFP4", "maxbound": 448.0}
 
 
 def wholes(model: nn.Module, **told) -> dict[str, torch.Tensor]:
     return {name: whole_of(value) for name, value in exported_state(model, **told).items()}
-
-
-def refused(fn, *args, num_ranks: int = 4) -> str:
-    """Give the text of the `SpecError` that a function raises on all ranks alike."""
-    with pytest.raises(RankError) as caught:
-        run_ranks(fn, num_ranks, *args)
-    errors = caught.value.exceptions
-    assert sorted(errors) == list(range(num_ranks))
-    assert {type(e) for e in errors.values()} == {SpecError}
-    assert len({str(e) for e in errors.values()}) == 1
-    return str(errors[0])
 
 
 def test_state_of_quantizers_becomes_what_inference_expects():
@@ -296,7 +286,7 @@ def one_rank_differs() -> None:
 
 
 def test_a_tie_that_is_broken_on_one_rank_is_an_error_on_all():
-    assert "head.weight, tied to table.weight: other values" in refused(one_rank_differs)
+    assert "head.weight, tied to table.weight: other values" in refused(SpecError, one_rank_differs, num_ranks=4)
 
 
 # ---- what cannot be exported, alike on all ranks
@@ -348,7 +338,7 @@ def only_on_rank_2(what: str) -> None:
     ],
 )
 def test_what_one_rank_cannot_export_is_an_error_on_all(what, text):
-    assert text in refused(only_on_rank_2, what)
+    assert text in refused(SpecError, only_on_rank_2, what, num_ranks=4)
 
 
 def test_all_that_is_wrong_is_said_at_once():
