@@ -61,7 +61,9 @@ from meshpar.sampling import DataSampler, collate_or_empty, in_step
 from meshpar.scope import spmd
 from meshpar.share import NFSWorkspace, get_configs_parallel, get_tensors_parallel
 from meshpar.showing import Explanation, Picture, explain, show
+from meshpar.simulating import OnRank, Piece, Ranks, Simulation, simulate
 from meshpar.spec import AXES, MeshSpec
+from meshpar.testing.pool import RankError
 
 __all__ = [
     "AXES",
@@ -79,10 +81,14 @@ __all__ = [
     "MeshparError",
     "NFSWorkspace",
     "NonFiniteError",
+    "OnRank",
     "PeerError",
     "Picture",
+    "Piece",
     "Plan",
     "Precision",
+    "RankError",
+    "Ranks",
     "Rates",
     "Record",
     "Saved",
@@ -90,6 +96,7 @@ __all__ = [
     "Search",
     "ShardingError",
     "ShareError",
+    "Simulation",
     "SpecError",
     "SpherePad2d",
     "auto_plan",
@@ -139,6 +146,7 @@ __all__ = [
     "shard_slices",
     "should_not_checkpoint",
     "show",
+    "simulate",
     "sphere_pad",
     "spmd",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `python -m meshpar doctor`, `python -m meshpar plan`."""
+"""The command line: `python -m meshpar doctor`, `python -m meshpar plan`, `python -m meshpar demo`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from meshpar.doctor import doctor
 from meshpar.errors import MeshparError, SpecError, explain
 from meshpar.planning import plan
+from meshpar.simulating.demo import demo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     two.add_argument("--optimizer", default="adamw", help='a class of torch.optim, or "none" for inference')
     two.add_argument("--precision", help="bf16 or fp16")
     two.add_argument("--checkpoint", help="blocks or all")
+    three = commands.add_parser("demo", help="train a small U-Net on processes of this machine, beside one process")
+    three.add_argument("--mesh", default="data=2,domain=2", help="at most 16 ranks, such as data=1,domain=4")
     given = parser.parse_args(arguments)
+    if given.command == "demo":
+        return demo(given.mesh)
     if given.command == "doctor":
         return doctor(spec=given.mesh, device=given.device, timeout_s=given.timeout_s)
     try:

@@ -45,7 +45,7 @@ SLOW_FILES = (
     *("test_shares.py", "test_compact.py", "test_lost.py", "test_killed_peers.py", "test_two_hosts.py"),
     *("test_measured.py", "test_misuse.py", "test_dropout.py"),
     *("test_load.py", "test_load_misfits.py", "test_modelopt.py"),
-    *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py"),
+    *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py", "test_pages.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",

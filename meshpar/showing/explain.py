@@ -167,10 +167,11 @@ def explain(
         with torch.no_grad():
             for b, value in buffers:
                 b.copy_(value)
-    return Explanation(_rows(log), log)
+    return Explanation(rows_of(log), log)
 
 
-def _rows(log: Record) -> tuple[Row, ...]:
+def rows_of(log: Record) -> tuple[Row, ...]:
+    """Make the rows of the table of a record."""
     entries: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for e in log.entries:
         key = (e.where, e.op.removeprefix("F."))

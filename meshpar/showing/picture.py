@@ -174,7 +174,7 @@ def show(
         raise SpecError(explain("show: no halo.", got=f"halo={halo!r}", needs="rows, 0 or more", fix="halo=1"))
     if isinstance(what, DTensor):
         sizes, axes = axes_of_tensor(what)
-        return _tensor_picture(sizes, axes, tuple(what.shape), halo)
+        return tensor_picture(sizes, axes, tuple(what.shape), halo)
     if isinstance(what, DeviceMesh):
         names = what.mesh_dim_names or tuple(f"axis {i}" for i in range(what.ndim))
         sizes = dict(zip(names, what.shape, strict=True))
@@ -185,14 +185,15 @@ def show(
     numbers = tuple(shape)
     if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise SpecError(explain("show: no shape.", got=repr(shape), needs="sizes of the dims", fix="(1, 3, 37, 49)"))
-    return _tensor_picture(sizes, read_layout(layout, sizes, len(numbers)), numbers, halo)
+    return tensor_picture(sizes, read_layout(layout, sizes, len(numbers)), numbers, halo)
 
 
 def _told(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def _tensor_picture(sizes: dict[str, int], axes: AxesOf, shape: tuple[int, ...], halo: int) -> Picture:
+def tensor_picture(sizes: dict[str, int], axes: AxesOf, shape: tuple[int, ...], halo: int) -> Picture:
+    """Draw a tensor over a mesh: `sizes` of its axes, and for each dim the axes that shard it, the outer one first."""
     grid = (shape[-2], shape[-1]) if len(shape) > 1 else (shape[0] if shape else 1, 1)
     plane = [axis for dim_axes in axes[-2:] for axis in dim_axes]
     grouped: dict[tuple[int, ...], list[Box]] = {}
@@ -226,7 +227,7 @@ def _mesh_picture(sizes: dict[str, int]) -> Picture:
             n *= sizes[axis]
         shape.append(n)
         axes.append(tuple(names))
-    found = _tensor_picture(sizes, tuple(axes), tuple(shape), 0)
+    found = tensor_picture(sizes, tuple(axes), tuple(shape), 0)
     return Picture(f"mesh {_told(sizes)}", found.panels, found.grid, (0, 0), found.num_left)
 
 

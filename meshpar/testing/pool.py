@@ -22,11 +22,12 @@ from multiprocessing.reduction import send_handle
 from typing import Any, TypeVar
 
 from meshpar import private
+from meshpar.errors import MeshparError
 from meshpar.testing.server import Pickler
 
 T = TypeVar("T")
 
-MAX_RANKS = 8
+MAX_RANKS = 16
 PROCESS_GROUP_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 120.0
 _RAISE_GRACE_S = 2.0  # for the other ranks, once one has raised
@@ -38,7 +39,7 @@ _PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", private.DYNAMO
 _PRELOAD_ALSO = ("numpy", "pytest", "hypothesis")
 
 
-class RankError(RuntimeError):
+class RankError(MeshparError, RuntimeError):
     """Tell what went wrong on which rank.
 
     `exceptions` maps a rank to the exception it raised, where that could be pickled; `tracebacks` maps each
@@ -98,7 +99,7 @@ def run_ranks(fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float
 
     Args:
         fn: a function that can be imported by its name, or a functools.partial of one.
-        num_ranks: 1 to 8.
+        num_ranks: 1 to 16.
         *args: given to fn; tensors are copied.
         timeout_s: the most seconds that all ranks may take to answer, starting the processes aside.
         **kwargs: given to fn.
@@ -108,7 +109,7 @@ def run_ranks(fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float
 
     Raises:
         TypeError: fn or its arguments cannot be pickled by reference; nothing has been sent.
-        ValueError: num_ranks is not 1 to 8.
+        ValueError: num_ranks is not 1 to 16.
         RankError: a rank raised, died, or did not answer in time.
 
     Example:
@@ -135,9 +136,15 @@ def run_ranks(fn: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float
     return [pickle.loads(answer.body) for answer in answers]
 
 
-def shutdown_pool() -> None:
-    """End every process that `run_ranks` has started; the next call starts anew. Runs by itself at exit."""
+def shutdown_pool(num_ranks: int | None = None) -> None:
+    """End every process that `run_ranks` has started; the next call starts anew. Runs by itself at exit.
+
+    Args:
+        num_ranks: end the ranks of calls on so many alone, and all once no others are left.
+    """
     with _LOCK:
+        if num_ranks is not None and _ended_alone(num_ranks):
+            return
         server = _SERVERS.pop(os.getpid(), None)
         if server is None:
             return
@@ -155,6 +162,16 @@ def shutdown_pool() -> None:
 atexit.register(shutdown_pool)
 
 
+def _ended_alone(num_ranks: int) -> bool:
+    """End the ranks of one world size where others stay."""
+    server = _SERVERS.get(os.getpid())
+    if server is None or server.process.poll() is not None or not set(server.pools) - {num_ranks}:
+        return False
+    if num_ranks in server.pools:
+        _end_pool(server, num_ranks, [], [])
+    return True
+
+
 class _CallPickler(Pickler):
     """Refuse what pickles here by its name but has no such name on the ranks."""
 
@@ -165,7 +182,8 @@ class _CallPickler(Pickler):
         return super().reducer_override(obj)
 
 
-def _dumps(value: Any) -> bytes:
+def dumps_by_name(value: Any) -> bytes:
+    """Pickle a value; refuse what is defined in `__main__`."""
     buffer = io.BytesIO()
     _CallPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -174,7 +192,7 @@ def _dumps(value: Any) -> bytes:
 def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Pickle the call, or say which part of it cannot be."""
     try:
-        return _dumps((fn, args, kwargs))
+        return dumps_by_name((fn, args, kwargs))
     except Exception as error:
         parts = {"fn": fn, **{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
         bad = [name for name, part in parts.items() if not _can_dump(part)]
@@ -189,7 +207,7 @@ def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _can_dump(value: Any) -> bool:
     try:
-        _dumps(value)
+        dumps_by_name(value)
     except Exception:
         return False
     return True
