@@ -7,6 +7,7 @@ and pictures are those that a notebook would show. A notebook that raises is a b
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import os
 import re
@@ -16,17 +17,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
-TIMEOUT_S = 300
+TIMEOUT_S = 600
+CACHE = ROOT / "build" / "notebooks"
+"""What notebooks printed, by a digest of them and of all that they run; a build runs only what has changed."""
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import jupytext
 import nbclient
 import nbformat
+import pictures
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-
-import pictures
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -70,7 +72,16 @@ def title_of(path: Path) -> str:
 
 
 def executed(path: Path) -> Any:
-    """Run a notebook in a kernel of this very Python, in the folder of the notebooks."""
+    """Run a notebook in a kernel of this very Python, in the folder of the notebooks; or take it from the cache."""
+    sources = [path, *sorted((ROOT / "meshpar").rglob("*.py")), ROOT / "constraints.txt"]
+    kept = CACHE / f"{path.stem}-{hashlib.sha256(b''.join(s.read_bytes() for s in sources)).hexdigest()[:16]}.ipynb"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(nbformat.writes(_run(path)))
+    return nbformat.reads(kept.read_text(), as_version=4)
+
+
+def _run(path: Path) -> Any:
     notebook = jupytext.read(path)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -81,7 +81,7 @@ def test_net_is_the_same_on_ranks(mesh, shape):
 test_net_is_the_same_on_ranks()
 print(f"{len(seen)} examples held; the largest difference is {max(d for *_, d in seen):.1e}")
 for mesh, shape, difference in seen[:5]:
-    print(f"  {mesh:22s} {str(shape):15s} {difference:.1e}")
+    print(f"  {mesh:22s} {shape!s:15s} {difference:.1e}")
 
 # %% [markdown]
 # ## A fault, to see it found

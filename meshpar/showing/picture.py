@@ -100,7 +100,7 @@ class Picture:
         total = down * (height + 2 * _GAP) + 2 * _GAP
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{total:.0f}" '
-            f'viewBox="0 0 {width:.0f} {total:.0f}" font-family="sans-serif" font-size="12">',
+            f'viewBox="0 0 {width:.0f} {total:.0f}" font-family="sans-serif" font-size="12" fill="currentColor">',
             f'<text x="{_GAP:.0f}" y="20" font-size="14">{html.escape(self.title)}</text>',
         ]
         for i, panel in enumerate(self.panels):

@@ -28,7 +28,7 @@ _SCRIPT = f"""#!/bin/sh
 {{ printf '%s\\0' "${{0##*/}}" "$@"; printf '{_END}'; }} >> "$CALLS"
 case "$0 $1" in
   *scontrol*) echo node01 ;;
-  *"/python -c") shift; exec "$REAL_PYTHON" "$@" 2>/dev/null ;;
+  *"/python -c") exec "$REAL_PYTHON" "$@" ;;
 esac
 """
 
