@@ -5,7 +5,8 @@ Invariant: pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import html
+from collections.abc import Collection, Iterable, Sequence
 
 from meshpar.errors import SpecError, explain
 
@@ -18,6 +19,34 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_CELL = 'style="text-align:left"'
+_MARK = ' style="background:rgba(220,40,40,.2)"'
+"""Red over whatever colour the page has: it is read in dark and in light."""
+
+
+def html_table(rows: Sequence[Sequence[str]], *, caption: str = "", marked: Collection[int] = ()) -> str:
+    """Lay out rows of a table, the head first, for a notebook.
+
+    Args:
+        rows: the head, and the rows.
+        caption: what stands above it.
+        marked: numbers of rows, the first one after the head being 0, that are to be seen.
+
+    Example:
+        >>> html_table([("rank",), ("0",)])
+        '<table><tr><th>rank</th></tr><tr><td style="text-align:left">0</td></tr></table>'
+    """
+    above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
+    body = "".join(
+        f"<tr{_MARK if i in marked else ''}>"
+        + "".join(f"<td {_CELL}>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for i, row in enumerate(rows[1:])
+    )
+    return f"<table>{above}<tr>{head}</tr>{body}</table>"
 
 
 def tell_bytes(num_bytes: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshpar.planning.rates import Rates
 from meshpar.record import Entry
 from meshpar.spec import MeshSpec
-from meshpar.tables import aligned, parse_bytes, tell_bytes
+from meshpar.tables import aligned, html_table, parse_bytes, tell_bytes
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,5 @@ class Plan:
     def _repr_html_(self) -> str:
         """Give the tables for a notebook."""
         parts = [f"<b>{html.escape(str(self.spec))} on {self.world} ranks</b>"]
-        for title, rows in self.tables():
-            head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
-            body = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:]
-            )
-            parts.append(f"<table><caption>{title}</caption><tr>{head}</tr>{body}</table>")
+        parts += [html_table(rows, caption=title) for title, rows in self.tables()]
         return "".join([*parts, *(f"<p>{html.escape(note)}</p>" for note in self.notes())])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from meshpar.planning.rates import Rates
 from meshpar.planning.report import Plan
 from meshpar.planning.worlds import mesh_sizes
 from meshpar.spec import MeshSpec
-from meshpar.tables import aligned, parse_bytes, tell_bytes
+from meshpar.tables import aligned, html_table, parse_bytes, tell_bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ class Search:
         """Give the table as text."""
         told = [f"{short(spec)}: cannot run: {why}" for spec, why in self.refused.items()]
         return "\n".join([*aligned(self.rows()), *told])
+
+    def _repr_html_(self) -> str:
+        """Give the table for a notebook, meshes that do not fit marked."""
+        rows = self.rows()
+        told = [f"<p>{html.escape(f'{short(spec)}: cannot run: {why}')}</p>" for spec, why in self.refused.items()]
+        return "".join([html_table(rows, marked=[i for i, row in enumerate(rows[1:]) if row[1] == "no"]), *told])
 
 
 def short(spec: MeshSpec) -> str:

@@ -19,7 +19,7 @@ from meshpar.parallelize import mesh_of
 from meshpar.planning.loss import mean_square
 from meshpar.record import Record, record
 from meshpar.scope import spmd
-from meshpar.tables import aligned, tell_bytes
+from meshpar.tables import aligned, html_table, tell_bytes
 
 HEAD = ("module", "op", "by", "given", "made", "rows", "forward", "backward")
 """The columns: "rows" are those that this rank is sent, "forward" and "backward" the bytes that it sends."""
@@ -98,14 +98,9 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """Give the table for a notebook, gathers marked."""
-        head = "".join(f"<th>{name}</th>" for name in HEAD)
-        body = "".join(
-            f"<tr{_MARK if row.status == 'gather' else ''}>"
-            + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row.cells())
-            + "</tr>"
-            for row in self.rows
-        )
-        return f"<table><tr>{head}</tr>{body}</table><p>{html.escape(self.total())}</p>"
+        marked = [i for i, row in enumerate(self.rows) if row.status == "gather"]
+        table = html_table([HEAD, *(row.cells() for row in self.rows)], marked=marked)
+        return f"{table}<p>{html.escape(self.total())}</p>"
 
     def show(self) -> None:
         """Print the table, by rich where it is installed."""
@@ -115,9 +110,6 @@ class Explanation:
             import rich
 
             rich.print(self)
-
-
-_MARK = ' style="background:#fdd"'
 
 
 def explain(

@@ -30,7 +30,7 @@ from meshpar.showing.explain import rows_of
 from meshpar.showing.picture import tensor_picture
 from meshpar.simulating.pieces import Piece, all_pieces
 from meshpar.spec import MeshSpec
-from meshpar.tables import aligned, tell_bytes
+from meshpar.tables import aligned, html_table, tell_bytes
 from meshpar.testing.equivalence import distance
 from meshpar.trees import Layout, map_layouts
 
@@ -269,16 +269,6 @@ def _is_real(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-_MARK = ' style="background:#fdd"'
-
-
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Write a table for a notebook, gathers marked."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
-    body = "".join(
-        f"<tr{_MARK if 'gather' in row else ''}>"
-        + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
-        + "</tr>"
-        for row in rows[1:]
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return html_table(rows, marked=[i for i, row in enumerate(rows[1:]) if "gather" in row])

@@ -191,6 +191,7 @@ def test_search_ranks_the_meshes_that_fit_first():
     assert short(found.best.spec) == "data=4"
     peaks = {short(p.spec): p.peak_bytes for p in found.plans}
     tight = search(net(16), (1, 3, 256, 256), devices=4, memory=peaks["domain=4"])
+    assert tight._repr_html_().count("<tr style") == sum(row[1] == "no" for row in tight.rows()) > 0
     assert short(tight.best.spec) == "domain=4"
     assert [row[1] for row in tight.rows()] == ["fits", "yes", "no", "no"]
     with pytest.raises(SpecError, match="no mesh fits"):
