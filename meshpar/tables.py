@@ -36,10 +36,10 @@ def html_table(rows: Sequence[Sequence[str]], *, caption: str = "", marked: Coll
 
     Example:
         >>> html_table([("rank",), ("0",)])
-        '<table><tr><th>rank</th></tr><tr><td style="text-align:left">0</td></tr></table>'
+        '<table><tr><th style="text-align:left">rank</th></tr><tr><td style="text-align:left">0</td></tr></table>'
     """
     above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
+    head = "".join(f"<th {_CELL}>{html.escape(cell)}</th>" for cell in rows[0])
     body = "".join(
         f"<tr{_MARK if i in marked else ''}>"
         + "".join(f"<td {_CELL}>{html.escape(cell)}</td>" for cell in row)

@@ -31,8 +31,8 @@ FLAGS = (
 _FRAME = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 12px; font: 13px sans-serif; color: #222; background: #fff; }}
 table {{ border-collapse: collapse; margin-bottom: 10px; }} caption {{ text-align: left; padding: 4px 0; color: #555; }}
-th, td {{ padding: 3px 10px; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }}
-th {{ background: #f3f4f8; }} td:first-child, th:first-child {{ text-align: left; }} p {{ margin: 4px 0; }}
+th, td {{ padding: 3px 10px; white-space: nowrap; border-bottom: 1px solid #ddd; }}
+th {{ background: #f3f4f8; }} p {{ margin: 4px 0; }}
 </style>{body}"""
 
 
@@ -54,10 +54,10 @@ def tables() -> dict[str, tuple[str, int, int]]:
     run = meshpar.simulate("domain=4", nn.Sequential(*small()[:5]), zeros(1, 3, 37, 48))
     picture = meshpar.show("data=2,domain=4", (2, 3, 37, 49), halo=1)
     return {
-        "plan": (plan._repr_html_(), 1000, 380),
-        "search": (found._repr_html_(), 800, 210),
-        "explain": (run.ranks[1].explanation._repr_html_(), 940, 240),
-        "show": (picture.svg(), 720, 350),
+        "plan": (plan._repr_html_(), 1000, 480),
+        "search": (found._repr_html_(), 900, 300),
+        "explain": (run.ranks[1].explanation._repr_html_(), 1000, 320),
+        "show": (picture.svg(), 800, 450),
     }
 
 
@@ -88,6 +88,17 @@ def photograph(address: str, file: Path, width: int, height: int, *, dark: bool 
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
+def crop(file: Path) -> None:
+    """Cut off what is white to the right and below."""
+    from PIL import Image, ImageChops
+
+    with Image.open(file) as opened:
+        image = opened.convert("RGB")
+    seen = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
+    if seen is not None:
+        image.crop((0, 0, min(seen[2] + 12, image.width), min(seen[3] + 12, image.height))).save(file, optimize=True)
+
+
 def main() -> None:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,6 +110,7 @@ def main() -> None:
         for name, (body, width, height) in tables().items():
             (Path(folder) / f"{name}.html").write_text(_FRAME.format(body=body))
             photograph(f"{address}/{name}.html", IMAGES / f"{name}.png", width, height)
+            crop(IMAGES / f"{name}.png")
     if given.all:
         given.all.mkdir(parents=True, exist_ok=True)
         pages = sorted(p.relative_to(given.site) for p in given.site.rglob("*.html") if p.name != "404.html")

@@ -65,7 +65,7 @@ class Search:
                     tell_bytes(p.peak_bytes),
                     f"{p.step_s * 1e3:.3g} ms",
                     f"{slowest.sending_s * 1e3:.3g} ms",
-                    f"{parts_per_s(p):.3g}",
+                    f"{parts_per_s(p):,.0f}" if parts_per_s(p) >= 100 else f"{parts_per_s(p):.3g}",
                     str(len(p.gathers())),
                 )
             )

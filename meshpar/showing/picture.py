@@ -252,7 +252,7 @@ def _panel_svg(panel: Panel, x: float, y: float, sx: float, sy: float, picture: 
         if h >= 11:
             parts.append(
                 f'<text x="{left + w / 2:.1f}" y="{top + h / 2 + 4:.1f}" text-anchor="middle" '
-                f'fill="white">{box.cell.rank}</text>'
+                f'fill="white" stroke="#333" stroke-width="2" paint-order="stroke">{box.cell.rank}</text>'
             )
     empty = [str(box.cell.rank) for box in panel.boxes if box.cell.is_empty]
     if empty:
