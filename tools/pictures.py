@@ -15,7 +15,7 @@ from meshpar.showing.picture import COLOURS
 from meshpar.tables import tell_bytes
 
 
-def exchange(num_rows: int = 13, num_ranks: int = 4, kernel: int = 7) -> str:
+def exchange(num_rows: int = 10, num_ranks: int = 4, kernel: int = 9) -> str:
     """Draw the rows of each rank, and which of them are sent where for a convolution."""
     pad = kernel // 2
     have = chunks(num_rows, num_ranks)
@@ -93,7 +93,7 @@ def _shown(*args: object, **options: object) -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "mesh": functools.partial(_shown, "data=2,domain=4,tensor=2"),
     "rows": functools.partial(_shown, "data=2,domain=4", (2, 3, 37, 49)),
-    "halo": functools.partial(_shown, "data=1,domain=4", (1, 3, 37, 49), halo=1),
+    "halo": functools.partial(_shown, "data=1,domain=4", (1, 3, 37, 49), halo=3),
     "exchange": exchange,
     "step": step,
 }

@@ -52,7 +52,7 @@ def tables() -> dict[str, tuple[str, int, int]]:
     plan = meshpar.plan(small(), "data=4,domain=8", (1, 3, 720, 1440))
     found = meshpar.search(small(), (1, 3, 720, 1440), devices=16, memory="16GB")
     run = meshpar.simulate("domain=4", nn.Sequential(*small()[:5]), zeros(1, 3, 37, 48))
-    picture = meshpar.show("data=2,domain=4", (2, 3, 37, 49), halo=1)
+    picture = meshpar.show("data=2,domain=4", (2, 3, 37, 49), halo=3)
     return {
         "plan": (plan._repr_html_(), 1000, 480),
         "search": (found._repr_html_(), 900, 300),
@@ -84,7 +84,7 @@ def photograph(address: str, file: Path, width: int, height: int, *, dark: bool 
     with tempfile.TemporaryDirectory() as home:
         scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
         command = ["chromium", *FLAGS, *scheme, f"--user-data-dir={home}", f"--window-size={width},{height}"]
-        command += ["--force-device-scale-factor=1", "--virtual-time-budget=4000", f"--screenshot={file}", address]
+        command += ["--force-device-scale-factor=1", "--virtual-time-budget=2500", f"--screenshot={file}", address]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 

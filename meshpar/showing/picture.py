@@ -96,8 +96,8 @@ class Picture:
         height = max(min(_WIDTH * rows / max(cols, 1), 2 * _WIDTH), 60.0)
         across = min(len(self.panels), 4) or 1
         down = -(-len(self.panels) // across) or 1
-        width = across * (_WIDTH + _GAP) + _GAP
-        total = down * (height + 2 * _GAP) + 2 * _GAP
+        width = max(across * (_WIDTH + _GAP) + _GAP, 2 * _GAP + 7.5 * len(self.title))
+        total = down * (height + 2 * _GAP) + _GAP
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{total:.0f}" '
             f'viewBox="0 0 {width:.0f} {total:.0f}" font-family="sans-serif" font-size="12" fill="currentColor">',
