@@ -58,7 +58,7 @@ net = Net().double()
 # batches. Circular padding of 2 needs two rows, so they begin at 2.
 
 # %%
-meshes = st.sampled_from(["domain=2", "domain=3", "domain=4", "data=2,domain=2", "domain=2,domain_w=2"])
+meshes = st.sampled_from(["domain=2", "domain=3", "data=2,domain=2", "domain=2,domain_w=2"])
 grids = st.tuples(st.integers(1, 3), st.just(2), st.integers(2, 14), st.integers(2, 8))
 seen = []
 
@@ -71,7 +71,7 @@ def check(net, mesh, shape):
     return run
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(mesh=meshes, shape=grids)
 def test_net_is_the_same_on_ranks(mesh, shape):
     run = check(net, mesh, shape)
@@ -81,7 +81,7 @@ def test_net_is_the_same_on_ranks(mesh, shape):
 test_net_is_the_same_on_ranks()
 print(f"{len(seen)} examples held; the largest difference is {max(d for *_, d in seen):.1e}")
 for mesh, shape, difference in seen[:5]:
-    print(f"  {mesh:22s} {str(shape):15s} {difference:.1e}")
+    print(f"  {mesh:22s} {shape!s:15s} {difference:.1e}")
 
 # %% [markdown]
 # ## A fault, to see it found
@@ -99,10 +99,10 @@ class Faulty(Net):
         return y - y.mean()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(mesh=meshes, shape=grids)
-def test_faulty_net(mesh, shape):
-    check(Faulty().double(), mesh, shape)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(shape=grids)
+def test_faulty_net(shape):
+    check(Faulty().double(), "domain=2", shape)
 
 
 try:

@@ -98,7 +98,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """Give the table for a notebook, gathers marked."""
-        head = "".join(f"<th>{name}</th>" for name in HEAD)
+        head = "".join(f'<th style="text-align:left">{name}</th>' for name in HEAD)
         body = "".join(
             f"<tr{_MARK if row.status == 'gather' else ''}>"
             + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row.cells())

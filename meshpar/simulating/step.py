@@ -274,7 +274,7 @@ _MARK = ' style="background:#fdd"'
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Write a table for a notebook, gathers marked."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in rows[0])
+    head = "".join(f'<th style="text-align:left">{html.escape(cell)}</th>' for cell in rows[0])
     body = "".join(
         f"<tr{_MARK if 'gather' in row else ''}>"
         + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
