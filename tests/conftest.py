@@ -46,6 +46,7 @@ SLOW_FILES = (
     *("test_measured.py", "test_misuse.py", "test_dropout.py"),
     *("test_load.py", "test_load_misfits.py", "test_modelopt.py"),
     *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py", "test_pages.py"),
+    *("test_notebooks.py", "test_simulated_ranks.py"),
 )
 SLOW_NAMES = (
     "equals_one_process",
@@ -93,6 +94,7 @@ SLOW_NAMES = (
     *("odd_tensors_keep", "more_than_142", "options_change_the_plan", "search_ranks", "that_is_found_gives"),
     *("ranks_that_do_not_come_are_said", "scales_that_lie_over_ranks"),
     "ties_that_lie_apart",
+    *("two_equal_curves", "curves_that_differ"),
 )
 QUICK_NAMES = (
     *(

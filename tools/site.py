@@ -98,9 +98,22 @@ def page_of(notebook: Any, path: Path) -> str:
             parts.append(cell.source)
         elif cell.cell_type == "code" and cell.source.strip():
             parts.append(f"```python\n{cell.source}\n```")
-            parts += [shown for output in cell.outputs if (shown := output_of(output))]
+            parts += [shown for output in joined(cell.outputs) if (shown := output_of(output))]
     told = f"This page is [{path.stem}.ipynb]({path.stem}.ipynb), as it ran when the site was built."
     return "\n\n".join([*parts[:1], told, *parts[1:]]) + "\n"
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Put what a cell printed in several goes, without anything shown between, into one."""
+    found: list[Any] = []
+    for output in outputs:
+        if output.output_type == "stream" and output.name == "stderr":
+            continue
+        if output.output_type == "stream" and found and found[-1].output_type == "stream":
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def output_of(output: Any) -> str:

@@ -30,8 +30,8 @@ import meshpar
 # ## A grid over four ranks
 #
 # 37 rows do not divide by 4. The first ranks take ten rows each, the last one has the seven that are left. `show` draws
-# this for any mesh and shape, and needs no ranks for it. The light bands are the rows that a 3 × 3 convolution reads
-# from the neighbours.
+# this for any mesh and shape, and needs no ranks for it. The dashed lines bound the rows that a 3 × 3 convolution
+# needs: its own, and one of each neighbour.
 
 # %%
 picture = meshpar.show("data=1,domain=4", (1, 1, 37, 49), halo=1)
@@ -68,7 +68,8 @@ for piece in pieces:
     print(piece)
 
 # %%
-fig, axes = plt.subplots(4, 1, figsize=(5, 5), gridspec_kw={"height_ratios": [p.values.shape[-2] for p in pieces]})
+heights = [piece.values.shape[-2] for piece in pieces]
+fig, axes = plt.subplots(4, 1, figsize=(5, 5), height_ratios=heights)
 for ax, piece in zip(axes, pieces, strict=True):
     ax.imshow(piece.values[0, 0], vmin=-1, vmax=1, cmap="RdBu_r", aspect="auto")
     ax.set(xticks=[], yticks=[], ylabel=f"rank {piece.rank}")
@@ -81,7 +82,8 @@ plt.show()
 # With a model and its input, `simulate` runs a forward and a backward on the ranks, and the same step on one process.
 # The tables say what each rank holds and what it sends; the line below says how far the two are apart.
 #
-# - A convolution sends a row to each neighbour, forward and backward. The ranks at the poles have one neighbour only.
+# - A convolution sends a row to each neighbour; the ranks at the poles have one neighbour only. In the backward the
+#   gradients of those rows go home, but not here: the input of this one needs none.
 # - A norm sends its sums: a few numbers for each group.
 # - The activation sends nothing, and so is not in the table.
 

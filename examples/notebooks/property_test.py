@@ -58,7 +58,7 @@ net = Net().double()
 # batches. Circular padding of 2 needs two rows, so they begin at 2.
 
 # %%
-meshes = st.sampled_from(["domain=2", "domain=3", "domain=4", "data=2,domain=2", "domain=2,domain_w=2"])
+meshes = st.sampled_from(["domain=2", "domain=3", "data=2,domain=2", "domain=2,domain_w=2"])
 grids = st.tuples(st.integers(1, 3), st.just(2), st.integers(2, 14), st.integers(2, 8))
 seen = []
 
@@ -71,7 +71,7 @@ def check(net, mesh, shape):
     return run
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(mesh=meshes, shape=grids)
 def test_net_is_the_same_on_ranks(mesh, shape):
     run = check(net, mesh, shape)
@@ -99,10 +99,10 @@ class Faulty(Net):
         return y - y.mean()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(mesh=meshes, shape=grids)
-def test_faulty_net(mesh, shape):
-    check(Faulty().double(), mesh, shape)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(shape=grids)
+def test_faulty_net(shape):
+    check(Faulty().double(), "domain=2", shape)
 
 
 try:

@@ -27,6 +27,7 @@ MAX_PANELS = 12
 
 _WIDTH = 300.0
 _GAP = 28.0
+_LETTER = 7.5  # of a title of 14 px, on the wide side
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Picture:
         height = max(min(_WIDTH * rows / max(cols, 1), 2 * _WIDTH), 60.0)
         across = min(len(self.panels), 4) or 1
         down = -(-len(self.panels) // across) or 1
-        width = max(across * (_WIDTH + _GAP) + _GAP, 2 * _GAP + 7.5 * len(self.title))
-        total = down * (height + 2 * _GAP) + _GAP
+        width = max(across * (_WIDTH + _GAP) + _GAP, 2 * _GAP + _LETTER * len(self.title))
+        total = down * (height + 2 * _GAP) + (2 * _GAP if self.num_left else _GAP)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{total:.0f}" '
             f'viewBox="0 0 {width:.0f} {total:.0f}" font-family="sans-serif" font-size="12" fill="currentColor">',

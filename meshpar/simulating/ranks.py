@@ -197,18 +197,17 @@ def _answer(payload: bytes, num_args: int, spec: str) -> tuple[bytes, str]:
             function, *values = pickle.loads(payload)
             names = values.pop()
             result = function(mesh_for(spec), *values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
-            found = pieces_in(result)
     except BaseException as error:
         if said.getvalue():
             error.add_note(f"It had printed:\n{said.getvalue().rstrip()}")
         raise
     try:
-        return dumps(found), said.getvalue()
+        return dumps(pieces_in(result)), said.getvalue()
     except Exception as error:
         raise SpecError(
             explain(
                 "simulate: what the function returns cannot be sent back.",
-                got=f"a {type(result).__name__}; {type(error).__name__}: {str(error)[:200]}",
+                got=f"a {type(result).__name__}; {type(error).__name__}: {str(error).splitlines()[0][:200]}",
                 needs="tensors, numbers, text, and trees or dataclasses of them",
                 fix="return what you want to see of it, e.g. meshpar.full_state_dict(model)",
             )

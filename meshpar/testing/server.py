@@ -43,7 +43,10 @@ class Pickler(pickle.Pickler):
         whole = obj.is_contiguous() and obj.untyped_storage().nbytes() == obj.numel() * obj.element_size()
         if not whole or obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg() or vars(obj):
             return NotImplemented
-        data = bytearray(obj.reshape(-1).view(torch.uint8).numpy())
+        try:
+            data = bytearray(obj.reshape(-1).view(torch.uint8).numpy())
+        except RuntimeError:  # numpy is not installed
+            return NotImplemented
         return _tensor, (data, obj.dtype, obj.shape)
 
 
