@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 
 import psutil
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshpar
+from meshpar.simulating.ranks import COPIES, RANK_BYTES
 from meshpar.testing import shutdown_pool
 
 
@@ -69,6 +71,23 @@ def test_precision_is_said_as_a_difference_and_backward_can_be_left_out():
 
 def pid(mesh):
     return os.getpid()
+
+
+def own_and_peak_bytes(mesh):
+    return psutil.Process().memory_full_info().uss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_step_takes_no_more_memory_than_is_counted_for_it():
+    ranks = meshpar.simulate("domain=2")
+    ranks.close()
+    meshpar.simulate("domain=2", nn.Conv2d(2, 2, 3), torch.ones(1, 2, 9, 9))
+    before = ranks.run(own_and_peak_bytes)
+    assert all(RANK_BYTES / 4 < own < RANK_BYTES for own, _ in before)
+    meshpar.simulate("domain=2", nn.Linear(1000, 10_000), torch.ones(2, 1000))  # 40 MB
+    after = ranks.run(own_and_peak_bytes)
+    more = sum(b - a for (_, a), (_, b) in zip(before, after, strict=True))
+    counted = (2 + 1) * COPIES * 40_040_000
+    assert counted / 2 < more < counted
 
 
 def assert_gone(pids):
