@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import threading
 import time
 
 import psutil
@@ -120,6 +122,19 @@ def test_one_rank_that_raises_dies_or_hangs_is_named_and_the_next_call_works():
             ranks.run(fail, how)
         assert_gone(before)
     assert len(set(ranks.run(pid))) == 3
+
+
+def test_an_interrupt_while_ranks_start_leaves_nothing_behind():
+    """The reply of the server to the first request must not be taken for that to the second."""
+    shutdown_pool()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        meshpar.simulate("domain=2").run(pid)
+    assert psutil.Process().children() == []
+    three = meshpar.simulate("domain=3").run(pid)
+    assert set(three) < {p.pid for p in psutil.Process().children(recursive=True)}
+    assert len(set(three)) == 3
 
 
 def test_ranks_are_kept_until_closed_and_others_stay():
