@@ -206,9 +206,14 @@ def _move(source: Path, place: Path, moved: list[tuple[Path, Path]]) -> None:
     moved.append((source, place))
 
 
+def is_large(num_bytes: int) -> bool:
+    """Tell whether bytes are many enough for the system to be told to begin with them."""
+    return num_bytes >= _AT_A_TIME // 8
+
+
 def write_all(handle: int, data: bytes | memoryview, at: int) -> None:
     """Write bytes at a place of a file, all of them."""
-    if len(data) < _AT_A_TIME // 8 and os.pwrite(handle, data, at) == len(data):
+    if not is_large(len(data)) and os.pwrite(handle, data, at) == len(data):
         return  # the usual end, and quick: rows of columns are many
     view = memoryview(data)
     while view:
@@ -219,7 +224,7 @@ def write_all(handle: int, data: bytes | memoryview, at: int) -> None:
 
 def start_writing(handle: int, at: int, num_bytes: int) -> None:
     """Let the system begin to bring many bytes of a file down to the disk, which it else does at the end alone."""
-    if num_bytes >= _AT_A_TIME // 8 and hasattr(os, "posix_fadvise"):
+    if is_large(num_bytes) and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, at, num_bytes, os.POSIX_FADV_DONTNEED)
 

@@ -268,6 +268,12 @@ def _raw_runs(part: Part, item_bytes: int, start: int, stop: int | None) -> Iter
     inner = math.prod(shape[dim + 1 :]) * item_bytes
     blocks = [(a * inner, (b - a) * inner) for a, b in part.rows[dim]]
     held = sizes[dim] * inner
+    if len(blocks) == 1 and len(cut) == 1:  # columns: many runs, so with little to do for each
+        (offset, size), row = blocks[0], shape[dim] * inner
+        for number in range(start // held, -(-stop // held)):
+            lo, hi = max(number * held, start), min(number * held + held, stop)
+            yield Run(number * row + offset + lo - number * held, lo, hi - lo)
+        return
     outer = [
         range(*rows[0]) if len(rows) == 1 else [i for a, b in rows for i in range(a, b)] for rows in part.rows[:dim]
     ]
