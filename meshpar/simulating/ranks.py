@@ -27,11 +27,12 @@ from meshpar.tables import tell_bytes
 from meshpar.testing import mesh_for
 from meshpar.testing.pool import MAX_RANKS, RankError, run_ranks, shutdown_pool
 
-RANK_BYTES = 200_000_000
-"""What a rank takes for itself after its first steps, beside what it is given (`tests/benchmarks/simulate.py`)."""
+RANK_BYTES = 60_000_000
+"""What a rank takes for itself after a step, beside what it is given; a test measures it."""
 
-_COPIES = 4
-"""Of what a rank is given: as it comes, unpacked, sharded or gathered, and its gradients."""
+COPIES = 8
+"""Of what a rank is given, at the most: as it came, whole, cut, gradients of both, pieces and their way back; once more
+for the single process and what is gathered."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,15 @@ def check_room(num_ranks: int, num_bytes: int) -> None:
     Raises:
         SpecError: they do not.
     """
-    needed = num_ranks * (RANK_BYTES + _COPIES * num_bytes)
+    needed = num_ranks * RANK_BYTES + (num_ranks + 1) * COPIES * num_bytes
     where, left = min(rooms().items(), key=lambda item: item[1])
     if needed > left:
         raise SpecError(
             explain(
                 "simulate: does not fit the memory of this machine.",
                 got=[
-                    f"{num_ranks} ranks x ({tell_bytes(RANK_BYTES)} + {_COPIES} x {tell_bytes(num_bytes)} of model "
-                    f"and arguments) = {tell_bytes(needed)}",
+                    f"{num_ranks} ranks, {tell_bytes(num_bytes)} of model and arguments: {tell_bytes(needed)}, without "
+                    "activations",
                     f"{tell_bytes(max(left, 0))} left ({where})",
                 ],
                 needs="a small model: every rank is a process with a copy of what it is given",

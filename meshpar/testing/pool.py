@@ -256,6 +256,10 @@ def _ask(server: _Server, request: tuple[Any, ...], handles: Sequence[int] = ())
         code = server.process.returncode
         msg = f"run_ranks: the server that starts the ranks has ended (exit code {code}); see its stderr"
         raise RuntimeError(msg) from error
+    except BaseException:  # Ctrl-C: the reply that is still to come would be taken for that of the next request
+        server.process.kill()
+        shutdown_pool()
+        raise
 
 
 def _start_pool(server: _Server, num_ranks: int) -> _Pool:

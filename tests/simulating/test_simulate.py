@@ -193,6 +193,8 @@ def test_what_cannot_be_simulated_is_refused_at_once(arguments, options, says):
 
 
 def test_too_little_memory_is_said_with_both_sizes(monkeypatch):
-    monkeypatch.setattr(ranks_module, "rooms", lambda: {"memory of the host": 300_000_000})
-    with pytest.raises(SpecError, match=r"2 ranks x \(200 MB(.|\n)*300 MB left \(memory of the host\)"):
+    monkeypatch.setattr(ranks_module, "rooms", lambda: {"memory of the host": 100_000_000})
+    with pytest.raises(
+        SpecError, match=r"2 ranks, \S+ K?B of model(.|\n)*12\d MB(.|\n)*100 MB left \(memory of the host\)"
+    ):
         meshpar.simulate("domain=2", IDENTITY, ONES)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import threading
 import time
 
 import psutil
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshpar
+from meshpar.simulating.ranks import COPIES, RANK_BYTES
 from meshpar.testing import shutdown_pool
 
 
@@ -71,6 +75,23 @@ def pid(mesh):
     return os.getpid()
 
 
+def own_and_peak_bytes(mesh):
+    return psutil.Process().memory_full_info().uss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_step_takes_no_more_memory_than_is_counted_for_it():
+    ranks = meshpar.simulate("domain=2")
+    ranks.close()
+    meshpar.simulate("domain=2", nn.Conv2d(2, 2, 3), torch.ones(1, 2, 9, 9))
+    before = ranks.run(own_and_peak_bytes)
+    assert all(RANK_BYTES / 4 < own < RANK_BYTES for own, _ in before)
+    meshpar.simulate("domain=2", nn.Linear(1000, 10_000), torch.ones(2, 1000))  # 40 MB
+    after = ranks.run(own_and_peak_bytes)
+    more = sum(b - a for (_, a), (_, b) in zip(before, after, strict=True))
+    counted = (2 + 1) * COPIES * 40_040_000
+    assert counted / 2 < more < counted
+
+
 def assert_gone(pids):
     deadline = time.monotonic() + 5
     while any(psutil.pid_exists(p) for p in pids):
@@ -101,6 +122,19 @@ def test_one_rank_that_raises_dies_or_hangs_is_named_and_the_next_call_works():
             ranks.run(fail, how)
         assert_gone(before)
     assert len(set(ranks.run(pid))) == 3
+
+
+def test_an_interrupt_while_ranks_start_leaves_nothing_behind():
+    """The reply of the server to the first request must not be taken for that to the second."""
+    shutdown_pool()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        meshpar.simulate("domain=2").run(pid)
+    assert psutil.Process().children() == []
+    three = meshpar.simulate("domain=3").run(pid)
+    assert set(three) < {p.pid for p in psutil.Process().children(recursive=True)}
+    assert len(set(three)) == 3
 
 
 def test_ranks_are_kept_until_closed_and_others_stay():
