@@ -65,7 +65,7 @@ def test_text_and_page_tell_the_same_and_mark_what_gathers():
     assert "a step on domain=2" in text
     assert "1 gathers: 1: torch.median" in text
     assert "<svg" in page
-    assert page.count('<tr style="background:#fdd"') == 1
+    assert page.count("<tr style=") == 1
     for cell in ("rows 0 to 2", "rows 3 to 4", "F.conv2d", "torch.float32"):
         assert cell in text
         assert cell in page
