@@ -166,7 +166,7 @@ assert apart < 1e-9
 fig, ax = plt.subplots(figsize=(6, 3))
 ax.plot(alone, color="#bbbbbb", linewidth=5, label="one process")
 ax.plot(on_ranks, color="#4477aa", linewidth=1.5, label="data=2, domain=2")
-ax.set(xlabel="step", ylabel="loss", yscale="log")
+ax.set(xlabel="step", ylabel="loss", yscale="log", xticks=range(0, 20, 5))
 ax.legend(frameon=False)
 plt.show()
 

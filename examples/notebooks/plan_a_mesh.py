@@ -119,7 +119,8 @@ print("take", found.best.spec)
 
 # %%
 planned = meshpar.plan(net, "data=2,domain=4", shape, checkpoint="all")
-print(f"{planned.peak_bytes / 1e9:.2f} GB at the peak of a rank, in place of {plans[2].peak_bytes / 1e9:.2f} GB")
+without, with_it = plans[2].peak_bytes / 1e9, planned.peak_bytes / 1e9
+print(f"{with_it:.2f} GB on the rank that needs the most, in place of {without:.2f} GB")
 
 # %% [markdown]
 # ## Is a plan right?

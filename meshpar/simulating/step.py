@@ -73,7 +73,7 @@ class Simulation:
     Args:
         spec: the mesh.
         output: what the model gave, gathered: plain tensors of global shape (B, C, H, W).
-        loss: the loss; None where no backward ran and none was asked for.
+        loss: the loss, of the whole batch and grid.
         gradients: of the parameters, whole, by name.
         input_gradients: of the inputs that require one, whole; None for the others.
         errors: how far the loss, each output and each gradient is from one process, which ran the same step: the
