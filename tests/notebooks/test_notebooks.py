@@ -86,11 +86,13 @@ def test_bring_your_model(tmp_path):
 def test_plan_a_mesh(tmp_path):
     book = executed("plan_a_mesh", tmp_path)
     said = "\n".join(outputs(book, "text"))
-    peaks = [float(peak) for peak in re.findall(r"(\d\.\d\d) GB at the peak,", said)]
+    peaks = [float(peak) for peak in re.findall(r"(\d+\.\d\d) GB at the peak,", said)]
     assert len(peaks) == 4
     assert peaks == sorted(peaks, reverse=True)
     assert {fits for fits in re.findall(r"^\S+ +(yes|no) ", said, flags=re.M)} == {"yes", "no"}
-    assert re.search(r"take data=8,domain=2", said)
+    assert re.search(r"take data=4,domain=2", said)
+    with_it, without = map(float, re.findall(r"(\S+) GB on the rank .* in place of (\S+) GB", said)[0])
+    assert with_it < without
     planned = re.findall(r"planned (\d+) bytes, sent (\d+)", said)
     assert len(planned) == 3
     assert all(a == b for a, b in planned)

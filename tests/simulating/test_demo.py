@@ -51,6 +51,7 @@ def test_the_demo_shows_two_equal_curves():
 def test_curves_that_differ_are_said_and_told_by_the_code(monkeypatch, capsys):
     """Sabotage: the single process sees other samples."""
     monkeypatch.setattr(demo, "NUM_STEPS", 1)
+    monkeypatch.setattr(demo, "shutdown_pool", lambda: None)  # other tests go on with the ranks
     true_waves = demo.waves
     monkeypatch.setattr(demo, "waves", lambda step: true_waves(step + 1))
     assert main(["demo", "--mesh", "domain=2"]) == 1
