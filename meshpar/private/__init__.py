@@ -3,6 +3,7 @@
 Invariant: no other module names anything of torch that begins with an underscore.
 """
 
+from meshpar.private.crossing import enter, global_stride, leave, spec_of
 from meshpar.private.fakes import fake_mode, quick_chunks, run_kernel, shapes_unseen, start_fake_group, world_set_aside
 from meshpar.private.groups import (
     abort_groups,
@@ -30,6 +31,7 @@ from meshpar.private.modes import (
     overridable,
     pytree,
     run_as_it_is,
+    without_innermost_mode,
     wrap_checkpointed,
 )
 from meshpar.private.modules import (

@@ -269,7 +269,12 @@ def norm_rows(rounds: int) -> list[Row]:
     """Compare norms over rows with the fused local kernel and an all-reduce."""
     took = slowest(run_ranks(measure_norms, 2, rounds, timeout_s=900))
     return [
-        Row(f"2 ranks: {name} {phase} / local + all-reduce", took[f"{name} ours", phase], took[f"{name} local", phase], 1.5)
+        Row(
+            f"2 ranks: {name} {phase} / local + all-reduce",
+            took[f"{name} ours", phase],
+            took[f"{name} local", phase],
+            1.5,
+        )
         for name in norms()
         for phase in ("forward", "backward")
     ]
