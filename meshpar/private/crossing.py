@@ -87,8 +87,10 @@ class _Leave(torch.autograd.Function):
 
 def enter(piece: Tensor, spec: DTensorSpec) -> DTensor:
     """Make a DTensor of this rank's piece, as `DTensor.from_local` does."""
-    if piece.requires_grad and torch.is_grad_enabled():
-        return _Enter.apply(piece, spec)  # type: ignore[no-any-return]
+    if piece.requires_grad:
+        if torch.is_grad_enabled():
+            return _Enter.apply(piece, spec)  # type: ignore[no-any-return]
+        piece = piece.detach()
     return _made(piece, spec, requires_grad=False)
 
 
