@@ -65,6 +65,12 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def _readable(x: Tensor) -> Tensor:
+    """Give x in a memory format that the fast kernels read: rows that were cut out of more are copied once."""
+    x = widened(x)
+    return x if x.is_contiguous() or _by_samples(x) else x.contiguous()
+
+
 @functools.lru_cache(maxsize=4096)
 def shares(sizes: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
     """Give the share of all values that each rank of a group holds, from the sizes along each of the group's axes.
@@ -246,7 +252,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, plan):  # type: ignore[no-untyped-def]
-        wide = widened(x)
+        wide = _readable(x)
         mean, var, room = local_moments(wide, plan)
         if plan.over_batch and mean.shape[0] > 1:
             mean, var = equally_combined(mean, var, 0)
@@ -270,7 +276,7 @@ class _Normalise(torch.autograd.Function):
         plan, needs = ctx.plan, ctx.needs_input_grad
         if torch.is_grad_enabled():
             return (*_differentiable(g, (x, weight, bias), needs, plan), None)
-        wide = widened(x)
+        wide = _readable(x)
         g = widened(g)
         if g.stride() != wide.stride():
             g = torch.empty_like(wide).copy_(g)
