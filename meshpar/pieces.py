@@ -22,7 +22,7 @@ from meshpar.alltoall import all_to_all
 from meshpar.collect import collect
 from meshpar.collectives import all_gather, all_reduce
 from meshpar.intervals import Interval, chunks
-from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate
+from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate, coordinates
 
 Placements = tuple[Placement, ...]
 
@@ -71,7 +71,10 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
 
 
 @functools.lru_cache(maxsize=65536)
-def _expected(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placements) -> tuple[int, ...]:
+def _expected(
+    shape: tuple[int, ...], where: tuple[int, ...], mesh: DeviceMesh, placements: Placements
+) -> tuple[int, ...]:
+    # Meshes are equal whatever rank looks at them: `where`, its coordinates, tells them apart.
     return local_shape(shape, mesh, placements)
 
 
@@ -92,7 +95,7 @@ def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
 def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """Make a DTensor of this rank's piece; `shape` is the global shape, which is never guessed."""
     shape, placements = tuple(shape), tuple(placements)
-    expected = _expected(shape, mesh, placements)
+    expected = _expected(shape, coordinates(mesh), mesh, placements)
     assert tuple(piece.shape) == expected, f"piece {tuple(piece.shape)} of {shape} should be {expected}"
     stride = global_stride(piece, shape)
     if torch.compiler.is_compiling():

@@ -102,11 +102,12 @@ class _Conv:
         elif record.is_open():
             given = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
             record.note_call(f"F.conv{len(conv.kernel_size)}d", "rule", (), given)
+        weight, bias = conv.weight, conv.bias  # parametrizations and tensor plans make them, in the mode
         with rules_alone():
             result = run_it(
                 input,
-                conv.weight,
-                conv.bias,
+                weight,
+                bias,
                 stride=conv.stride,
                 padding=conv.padding,
                 dilation=conv.dilation,

@@ -26,6 +26,7 @@ TINY = 1e-20
 """Added to the variance in the fused kernel, and taken off again, so that a constant input has a finite rstd."""
 
 _LEAST_EPS = 1e-12
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SHORT = 32
 _LONG = 4096
 
@@ -68,7 +69,10 @@ def widened(x: Tensor) -> Tensor:
 def _readable(x: Tensor) -> Tensor:
     """Give x in a memory format that the fast kernels read: rows that were cut out of more are copied once."""
     x = widened(x)
-    return x if x.is_contiguous() or _by_samples(x) else x.contiguous()
+    if x.is_contiguous() or _by_samples(x):
+        return x
+    form = _CHANNELS_LAST.get(x.dim()) if x.stride(1) == 1 and x.shape[1] > 1 else None
+    return x.contiguous(memory_format=form or torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,7 +127,7 @@ def equally_combined(means: Tensor, variances: Tensor, dim: int) -> tuple[Tensor
 
 def _by_samples(x: Tensor) -> bool:
     """Tell whether x is channels_last, for which there are kernels that take one sample at a time."""
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    form = _CHANNELS_LAST.get(x.dim())
     return form is not None and x.device.type == "cpu" and x.is_contiguous(memory_format=form)
 
 
