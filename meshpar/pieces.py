@@ -22,7 +22,7 @@ from meshpar.alltoall import all_to_all
 from meshpar.collect import collect
 from meshpar.collectives import all_gather, all_reduce
 from meshpar.intervals import Interval, chunks
-from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate
+from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate, coordinates
 
 Placements = tuple[Placement, ...]
 
@@ -70,25 +70,15 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
     return tuple(sizes)
 
 
-@functools.lru_cache(maxsize=16384)
-def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
+@functools.lru_cache(maxsize=65536)
+def _expected(
+    shape: tuple[int, ...], where: tuple[int, ...], mesh: DeviceMesh, placements: Placements
+) -> tuple[int, ...]:
+    # Meshes are equal whatever rank looks at them: `where`, its coordinates, tells them apart.
+    return local_shape(shape, mesh, placements)
 
 
-def global_stride(piece: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the strides of a global tensor whose dims lie in memory in the order of a local piece."""
-    nd = piece.dim()
-    if piece.is_contiguous():
-        order = tuple(range(nd))
-    else:
-        strides = piece.stride()
-        order = tuple(sorted(range(nd), key=lambda d: (-strides[d], d)))
-    return _strides(tuple(shape), order)
+global_stride = private.global_stride
 
 
 def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
@@ -99,21 +89,18 @@ def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
         grad: placements of the gradient that the local computation will return; those of `x` by default. Where `x`
             is replicated and the ranks compute different things from it, the gradient is `Partial`.
     """
-    return x.to_local(grad_placements=tuple(grad) if grad is not None else None)
+    return private.leave(x, tuple(grad) if grad is not None else None)
 
 
 def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """Make a DTensor of this rank's piece; `shape` is the global shape, which is never guessed."""
-    expected = local_shape(shape, mesh, placements)
-    assert tuple(piece.shape) == expected, f"piece {tuple(piece.shape)} of {tuple(shape)} should be {expected}"
-    return DTensor.from_local(
-        piece,
-        mesh,
-        tuple(placements),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=global_stride(piece, shape),
-    )
+    shape, placements = tuple(shape), tuple(placements)
+    expected = _expected(shape, coordinates(mesh), mesh, placements)
+    assert tuple(piece.shape) == expected, f"piece {tuple(piece.shape)} of {shape} should be {expected}"
+    stride = global_stride(piece, shape)
+    if torch.compiler.is_compiling():
+        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return private.enter(piece, private.spec_of(mesh, placements, shape, stride, piece.dtype))
 
 
 def overwrite(x: DTensor, value: DTensor, *, alone: bool = False) -> DTensor:

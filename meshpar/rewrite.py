@@ -24,7 +24,7 @@ from meshpar import packed, pieces, private, record
 from meshpar.errors import SpecError, explain
 from meshpar.layouts import layouts
 from meshpar.registry import Policy
-from meshpar.spmd import Spmd, is_on
+from meshpar.spmd import Spmd, is_on, rules_alone
 from meshpar.traced import Traced, as_node, number_of
 
 STATE = "_meshpar"
@@ -102,17 +102,19 @@ class _Conv:
         elif record.is_open():
             given = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups", "padding_mode")}
             record.note_call(f"F.conv{len(conv.kernel_size)}d", "rule", (), given)
-        result = run_it(
-            input,
-            conv.weight,
-            conv.bias,
-            stride=conv.stride,
-            padding=conv.padding,
-            dilation=conv.dilation,
-            groups=conv.groups,
-            padding_mode=conv.padding_mode,
-            op=f"conv{len(conv.kernel_size)}d",
-        )
+        weight, bias = conv.weight, conv.bias  # parametrizations and tensor plans make them, in the mode
+        with rules_alone():
+            result = run_it(
+                input,
+                weight,
+                bias,
+                stride=conv.stride,
+                padding=conv.padding,
+                dilation=conv.dilation,
+                groups=conv.groups,
+                padding_mode=conv.padding_mode,
+                op=f"conv{len(conv.kernel_size)}d",
+            )
         if record.is_open() and not torch.compiler.is_compiling():
             record.note_step(f"F.conv{len(conv.kernel_size)}d", "rule", layouts(input), layouts(result))
         return result

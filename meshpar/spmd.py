@@ -7,6 +7,7 @@ gathered, which is put in the record and said. Nothing else ever reaches DTensor
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -162,6 +163,12 @@ def _refuse_meshes(func: Callable[..., Any], ours: list[DTensor]) -> None:
 def is_on() -> bool:
     """Tell whether the mode is in force right here: it is not inside of a rule, nor in a recomputation."""
     return any(isinstance(mode, Spmd) for mode in private.function_modes())
+
+
+def rules_alone() -> AbstractContextManager[Any]:
+    """Run a rule that is called by name as one that is found by a torch function runs: outside of the mode."""
+    modes = [] if torch.compiler.is_compiling() else private.function_modes()
+    return private.without_innermost_mode() if modes and isinstance(modes[-1], Spmd) else nullcontext()
 
 
 def _under_rules(function: Callable[..., Any]) -> Callable[..., Any]:

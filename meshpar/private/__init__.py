@@ -3,6 +3,7 @@
 Invariant: no other module names anything of torch that begins with an underscore.
 """
 
+from meshpar.private.crossing import enter, global_stride, leave, spec_of
 from meshpar.private.fakes import fake_mode, quick_chunks, run_kernel, shapes_unseen, start_fake_group, world_set_aside
 from meshpar.private.groups import (
     abort_groups,
@@ -30,6 +31,7 @@ from meshpar.private.modes import (
     overridable,
     pytree,
     run_as_it_is,
+    without_innermost_mode,
     wrap_checkpointed,
 )
 from meshpar.private.modules import (
@@ -97,11 +99,13 @@ __all__ = [
     "constant_in_graphs",
     "count_write",
     "dtensor_handler",
+    "enter",
     "fake_mode",
     "fill_hollow",
     "flatten",
     "for_real",
     "function_modes",
+    "global_stride",
     "gloo_group",
     "group_by_name",
     "holds_parameter",
@@ -114,6 +118,7 @@ __all__ = [
     "keep_static",
     "kept_on_cpu",
     "lay",
+    "leave",
     "like",
     "list_ops",
     "map_output",
@@ -141,10 +146,12 @@ __all__ = [
     "set_dtensor_handler",
     "shapes_unseen",
     "show_written_parts",
+    "spec_of",
     "start_fake_group",
     "unflatten",
     "version_of",
     "without_dtensor_handler",
+    "without_innermost_mode",
     "world_set_aside",
     "wrap_checkpointed",
     "wrap_pre_hooks",

@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch._C._dynamo import eval_frame
 from torch._library.effects import EffectType
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -47,6 +47,10 @@ def function_modes() -> list[TorchFunctionMode]:
     """List the torch-function modes in force (no public name is planned)."""
     modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
     return modes
+
+
+without_innermost_mode = _pop_mode_temporarily
+"""Put the innermost torch-function mode out of force for a while (public when modes can be left out)."""
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshpar import pretend
+from meshpar.private.crossing import global_stride, spec_of
 from meshpar.private.modes import function_modes
 
 NESTED_FROM_MASK = torch._nested_tensor_from_mask_left_aligned
@@ -64,14 +65,7 @@ def like(x: DTensor, piece: torch.Tensor) -> DTensor:
     """Make a DTensor that lies as x, for a handler below autograd (`from_local` works above it)."""
     spec, held = x._spec, x._local_tensor
     if piece.dtype != held.dtype or piece.stride() != held.stride():
-        held_strides = piece.stride()
-        order = sorted(range(piece.dim()), key=lambda d: (-held_strides[d], d))
-        strides, step = [1] * piece.dim(), 1
-        for d in reversed(order):
-            strides[d] = step
-            step *= max(x.shape[d], 1)
-        meta = TensorMeta(x.shape, tuple(strides), piece.dtype)
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+        spec = spec_of(spec.mesh, spec.placements, x.shape, global_stride(piece, x.shape), piece.dtype)
     return DTensor(piece, spec, requires_grad=piece.requires_grad)
 
 

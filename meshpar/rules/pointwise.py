@@ -119,8 +119,8 @@ def map_pieces(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if _alike(operands):
         first: Any = operands[0]
         mesh, placements, shape = first.device_mesh, first.placements, first.shape
-        local_args = [x.to_local() if isinstance(x, DTensor) else x for x in args]
-        local_kwargs = {key: x.to_local() if isinstance(x, DTensor) else x for key, x in kwargs.items()}
+        local_args = [pieces.local(x) if isinstance(x, DTensor) else x for x in args]
+        local_kwargs = {key: pieces.local(x) if isinstance(x, DTensor) else x for key, x in kwargs.items()}
         return pieces.whole(func(*local_args, **local_kwargs), mesh, placements, shape)
     op = name_of(func)
     shape = torch.broadcast_shapes(*(x.shape for x in operands))

@@ -1,0 +1,373 @@
+"""How close to the limit: ratios of times, each measured side by side: `python tests/benchmarks/speed.py`.
+
+Every part runs its ways in turn, in the same processes, and takes the median of the rounds; of several ranks the
+slowest counts in each round. One thread a rank. A time alone says nothing on another machine, or beside other work on
+this one; the ratios hold better, and the floor of strong scaling is the machine's own: processes that never talk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshpar
+from meshpar.exchange import fetch
+from meshpar.intervals import chunks
+from meshpar.testing import mesh_for, run_ranks
+from meshpar.testing.meshes import ranks_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+Ways = Mapping[str, Callable[[], Mapping[str, float]]]
+"""For each way a function that runs it once and gives the seconds of each of its phases."""
+
+Times = dict[tuple[str, str], list[float]]
+"""Way and phase: seconds of each round."""
+
+GRID = (256, 512)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one line of the table: what against what, the ratio, and the bound that the issue of this file sets."""
+
+    what: str
+    ours_s: float
+    other_s: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        """Give how many times as long ours takes."""
+        return self.ours_s / self.other_s
+
+
+def alternate(ways: Ways, rounds: int) -> Times:
+    """Run the ways in turn, once to warm up and then for some rounds; all ranks begin each of them together."""
+    found: Times = {}
+    for number in range(rounds + 2):
+        for name, run in ways.items():
+            gc.collect()
+            dist.barrier()
+            for phase, seconds in run().items():
+                if number >= 2:
+                    found.setdefault((name, phase), []).append(seconds)
+    return found
+
+
+def slowest(ranks: list[Times]) -> dict[tuple[str, str], float]:
+    """Give the median over rounds of what the slowest rank of each round took."""
+    return {key: statistics.median(map(max, zip(*(times[key] for times in ranks), strict=True))) for key in ranks[0]}
+
+
+def stepper(
+    net: nn.Module, x: Tensor, *, optimizer: torch.optim.Optimizer | None = None, meet: bool = False
+) -> Callable[[], dict[str, float]]:
+    """Make a function that times forward, backward and the update of a step."""
+
+    def step() -> dict[str, float]:
+        begin = time.perf_counter()
+        with meshpar.spmd():
+            loss = net(x).square().mean()
+        forward = time.perf_counter()
+        if meet:
+            dist.barrier()
+        between = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            net.zero_grad(set_to_none=True)
+        end = time.perf_counter()
+        return {"forward": forward - begin, "backward": backward - between, "step": end - between + forward - begin}
+
+    return step
+
+
+def unet() -> nn.Module:
+    """Make the U-Net: two levels, 32 channels, 8 fields in."""
+    from unet import UNet
+
+    torch.manual_seed(0)
+    return UNet(8, width=32, depth=1)
+
+
+class Chain(nn.Module):
+    """Chain 20 tiny convolutions with three pointwise ops after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, 4, H, W) to the same."""
+        for conv in self.convs:
+            x = (F.silu(conv(x)) * 0.5 + 0.1).tanh()
+        return x
+
+
+def convs(num_layers: int = 6, channels: int = 32) -> nn.Module:
+    """Make a stack of convolutions and nothing else."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(num_layers)))
+
+
+def _plain_step(net: nn.Module, x: Tensor, *, update: bool, meet: bool = False) -> Callable[[], dict[str, float]]:
+    """Time a step in plain torch; the squared mean comes without the mode."""
+    optimizer = torch.optim.AdamW(net.parameters()) if update else None
+
+    def step() -> dict[str, float]:
+        begin = time.perf_counter()
+        loss = net(x).square().mean()
+        forward = time.perf_counter()
+        if meet:
+            dist.barrier()
+        between = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            net.zero_grad(set_to_none=True)
+        end = time.perf_counter()
+        return {"forward": forward - begin, "backward": backward - between, "step": end - between + forward - begin}
+
+    return step
+
+
+def _ours(net: nn.Module, x: Tensor, mesh: str, *, update: bool, meet: bool = False) -> Callable[[], dict[str, float]]:
+    model = meshpar.parallelize(net, mesh_for(mesh))
+    optimizer = torch.optim.AdamW(model.parameters()) if update else None
+    return stepper(model, meshpar.shard(x, mesh_for(mesh)), optimizer=optimizer, meet=meet)
+
+
+# 1. Overhead on one rank.
+
+
+def measure_overhead(rounds: int) -> Times:
+    """Time whole steps, plain and on a mesh of one rank, of the U-Net and of a chain of tiny ops."""
+    mesh, x, tiny = "data=1,domain=1", torch.randn(1, 8, *GRID), torch.randn(1, 4, 16, 16)
+    found = alternate(
+        {"plain U-Net": _plain_step(unet(), x, update=True), "U-Net": _ours(unet(), x, mesh, update=True)}, rounds
+    )
+    ways = {"plain chain": _plain_step(Chain(), tiny, update=True), "chain": _ours(Chain(), tiny, mesh, update=True)}
+    return found | alternate(ways, 5 * rounds)
+
+
+def overhead(rounds: int) -> list[Row]:
+    """Compare whole steps on one rank with plain torch's."""
+    took = slowest(run_ranks(measure_overhead, 1, rounds, timeout_s=900))
+    return [
+        Row("one rank: U-Net step / plain torch", took["U-Net", "step"], took["plain U-Net", "step"], 1.03),
+        Row("one rank: 60 pointwise, 20 convs / plain", took["chain", "step"], took["plain chain", "step"], 2.5),
+    ]
+
+
+# 2. Strong scaling.
+
+
+def measure_scaling(rounds: int) -> Times:
+    """Time forward and backward on 2 ranks, of half the rows in plain torch, and of all on one process."""
+    found: Times = {}
+    for name, net, channels in (("U-Net", unet(), 8), ("convs", convs(), 32)):
+        whole, half = torch.randn(1, channels, *GRID), torch.randn(1, channels, GRID[0] // 2, GRID[1])
+        one = _plain_step(net, whole, update=False)
+        ways: Ways = {
+            f"{name} one": one if dist.get_rank() == 0 else lambda: {"forward": 0.0, "backward": 0.0, "step": 0.0},
+            f"{name} floor": _plain_step(net, half, update=False, meet=True),
+            f"{name} ours": _ours(net, whole, "data=1,domain=2", update=False, meet=True),
+        }
+        found |= alternate(ways, rounds)
+    return found
+
+
+def scaling(rounds: int) -> list[Row]:
+    """Compare 2 ranks with 2 processes that never talk, and those with one."""
+    took = slowest(run_ranks(measure_scaling, 2, rounds, timeout_s=900))
+    rows = []
+    for name, bound in (("U-Net", 1.12), ("convs", 1.06)):
+        for phase in ("forward", "backward"):
+            ours, floor = took[f"{name} ours", phase], took[f"{name} floor", phase]
+            rows.append(Row(f"2 ranks: {name} {phase} / no talk", ours, floor, bound))
+            rows.append(Row(f"   no talk / one process, {phase}", floor, took[f"{name} one", phase], float("nan")))
+    return rows
+
+
+# 3. Norms over rows.
+
+
+def measure_norms(rounds: int) -> Times:
+    """Time norms over sharded rows, and the local ones with a small all-reduce in each direction."""
+    found: Times = {}
+    full, half = torch.randn(1, 32, *GRID), torch.randn(1, 32, GRID[0] // 2, GRID[1])
+    w, b = torch.ones(32, requires_grad=True), torch.zeros(32, requires_grad=True)
+    mine = meshpar.shard(full, mesh_for("data=1,domain=2")).requires_grad_()
+    half.requires_grad_()
+    for name, norm in norms().items():
+        local = functools.partial(norm, rows=GRID[0] // 2, w=w, b=b)
+        ways = {
+            f"{name} local": _norm_step(local, half, reduce=True),
+            f"{name} ours": _norm_step(functools.partial(norm, rows=GRID[0], w=w, b=b), mine, reduce=False),
+        }
+        found |= alternate(ways, 3 * rounds)
+    return found
+
+
+def norms() -> dict[str, Callable[[Tensor, int, Tensor, Tensor], Tensor]]:
+    """Name the norms: functions of an input, its global number of rows, and a weight and a bias for each channel."""
+    return {
+        "GroupNorm": lambda x, rows, w, b: F.group_norm(x, 4, w, b),
+        "BatchNorm": lambda x, rows, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        "LayerNorm": lambda x, rows, w, b: F.layer_norm(x, (32, rows, GRID[1])),
+    }
+
+
+def _norm_step(norm: Callable[[Tensor], Tensor], x: Tensor, *, reduce: bool) -> Callable[[], dict[str, float]]:
+    """Time a norm, forward and backward; `reduce` adds a small all-reduce to each."""
+    small, seed = torch.zeros(64), torch.ones_like(x)
+
+    def step() -> dict[str, float]:
+        begin = time.perf_counter()
+        with meshpar.spmd():
+            y = norm(x)
+        if reduce:
+            dist.all_reduce(small)
+        forward = time.perf_counter()
+        y.backward(seed)
+        if reduce:
+            dist.all_reduce(small)
+        backward = time.perf_counter()
+        x.grad = None
+        return {"forward": forward - begin, "backward": backward - forward}
+
+    return step
+
+
+def norm_rows(rounds: int) -> list[Row]:
+    """Compare norms over rows with the fused local kernel and an all-reduce."""
+    took = slowest(run_ranks(measure_norms, 2, rounds, timeout_s=900))
+    return [
+        Row(
+            f"2 ranks: {name} {phase} / local + all-reduce",
+            took[f"{name} ours", phase],
+            took[f"{name} local", phase],
+            1.5,
+        )
+        for name in norms()
+        for phase in ("forward", "backward")
+    ]
+
+
+# 4. Exchange.
+
+
+def measure_exchange(kib: int, rounds: int) -> Times:
+    """Time `fetch` of a halo, and the same bytes sent raw."""
+    group, me = mesh_for("data=1,domain=2")["domain"].get_group(), dist.get_rank()
+    columns = kib * 256  # float32 of one row
+    have, want = chunks(4, 2), ((0, 3), (1, 4))
+    x = torch.randn(2, columns)
+
+    def ours() -> dict[str, float]:
+        begin = time.perf_counter()
+        for _ in range(10):
+            fetch(x, 0, have, want, group)
+        return {"forward": time.perf_counter() - begin}
+
+    def raw() -> dict[str, float]:
+        begin = time.perf_counter()
+        for _ in range(10):
+            sent, got, room = x[-1 if me == 0 else 0].clone(), torch.empty(columns), torch.empty(3, columns)
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, group=group, group_peer=1 - me),
+                    dist.P2POp(dist.irecv, got, group=group, group_peer=1 - me),
+                ]
+            )
+            room[me : me + 2].copy_(x)  # a padded buffer, which the next kernel needs
+            for work in works:
+                work.wait()
+            room[0 if me else 2].copy_(got)
+        return {"forward": time.perf_counter() - begin}
+
+    return alternate({"raw": raw, "ours": ours}, 3 * rounds)
+
+
+def exchange_rows(rounds: int) -> list[Row]:
+    """Compare `fetch` with raw messages of the same bytes."""
+    rows = []
+    for kib in (64, 512, 4096):
+        took = slowest(run_ranks(measure_exchange, 2, kib, rounds, timeout_s=900))
+        rows.append(Row(f"fetch of {kib} KiB / raw send", took["ours", "forward"], took["raw", "forward"], 1.15))
+    return rows
+
+
+# 6. Scaling of cost.
+
+
+def measure_depth(mesh: str, depth: int, rounds: int) -> Times:
+    """Time a step of many tiny convolutions."""
+    x = torch.randn(1, 4, 16 * ranks_of(mesh), 16)
+    small = torch.randn(1, 4, 16, 16)
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(depth)))
+
+    ways = {"plain": _plain_step(net(), small, update=False), "ours": _ours(net(), x, mesh, update=False)}
+    return alternate(ways, 3 * rounds)
+
+
+def depth_rows(rounds: int) -> list[tuple[str, float]]:
+    """Give µs a layer that a step takes beyond plain torch, for depths and for ranks."""
+    found = []
+    for ranks, depth in ((1, 10), (1, 50), (1, 200), (2, 50), (4, 50)):
+        took = slowest(run_ranks(measure_depth, ranks, f"data=1,domain={ranks}", depth, rounds, timeout_s=900))
+        extra = (took["ours", "step"] - took["plain", "step"]) / depth
+        found.append((f"{ranks} rank(s), {depth} layers", extra * 1e6))
+    return found
+
+
+PARTS = {"overhead": overhead, "scaling": scaling, "norms": norm_rows, "exchange": exchange_rows}
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    """Print the table and give its rows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--part", action="append", choices=[*PARTS, "depth"])
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args(argv)
+    parts = args.part or [*PARTS, "depth"]
+    print(f"{'':<46} {'ours ms':>9} {'other ms':>9} {'ratio':>6} {'bound':>6}", flush=True)
+    rows = []
+    for part in [part for part in parts if part in PARTS]:
+        for row in PARTS[part](args.rounds):
+            rows.append(row)
+            told = f"{row.what:<46} {row.ours_s * 1e3:>9.2f} {row.other_s * 1e3:>9.2f} {row.ratio:>6.2f}"
+            print(told + (f" {row.bound:>6.2f}" if row.bound == row.bound else ""), flush=True)
+    if "depth" in parts:
+        print("a step beyond plain torch, µs a layer", flush=True)
+        for what, extra in depth_rows(args.rounds):
+            print(f"  {what:<30} {extra:>9.0f}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import speed  # the ranks import it by this name
+
+    speed.main()
