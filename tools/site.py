@@ -1,34 +1,26 @@
 """Hooks of the site: its pictures, and the notebooks of `examples/notebooks` with what they print.
 
-`mkdocs build` runs the notebooks, each in a kernel of its own, and shows their outputs in the style of the site: tables
-and pictures are those that a notebook would show. A notebook that raises is a build that fails.
+`mkdocs build` runs the notebooks that `tests/notebooks` has not run already, and shows their outputs in the style of
+the site: tables and pictures are those that a notebook would show. A notebook that raises is a build that fails.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = ROOT / "examples" / "notebooks"
-TIMEOUT_S = 600
-CACHE = ROOT / "build" / "notebooks"
-"""What notebooks printed, by a digest of them and of all that they run; a build runs only what has changed."""
-
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import jupytext
-import nbclient
 import nbformat
 import pictures
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from run_notebooks import executed, notebooks
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -60,34 +52,10 @@ def framed(svg: str) -> str:
     return f'<div class="picture">{_without_empty_lines(svg)}</div>'
 
 
-def notebooks() -> list[Path]:
-    """List the scripts of notebooks."""
-    return sorted(NOTEBOOKS.glob("*.py"))
-
-
 def title_of(path: Path) -> str:
     """Read the title of a notebook: its first heading."""
     found = re.search(r"^# # (.+)$", path.read_text(), flags=re.M)
     return found[1].strip() if found else path.stem.replace("_", " ")
-
-
-def executed(path: Path) -> Any:
-    """Run a notebook in a kernel of this very Python, in the folder of the notebooks; or take it from the cache."""
-    sources = [path, *sorted((ROOT / "meshpar").rglob("*.py")), ROOT / "constraints.txt"]
-    kept = CACHE / f"{path.stem}-{hashlib.sha256(b''.join(s.read_bytes() for s in sources)).hexdigest()[:16]}.ipynb"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(nbformat.writes(_run(path)))
-    return nbformat.reads(kept.read_text(), as_version=4)
-
-
-def _run(path: Path) -> Any:
-    notebook = jupytext.read(path)
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"
-    nbclient.NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(path.parent)}}).execute()
-    return notebook
 
 
 def page_of(notebook: Any, path: Path) -> str:
