@@ -61,7 +61,7 @@ def test_explore_placements():
     assert float(re.findall(r"one process: (\S+)", said)[0]) < 1e-12
     assert len(outputs(book, "image/svg+xml")) == 2
     assert len(outputs(book, "image/png")) == 1
-    assert [page.count('<tr style="background:') for page in pages] == [0, 1, 0]
+    assert [page.count('<tr style="background:rgba(220,40,40,.2)') for page in pages] == [0, 1, 0]
     conv = re.findall(r"F\.conv2d</td>.*?</tr>", pages[0])[0]
     assert re.findall(r">(\d+ B)<", conv) == ["392 B", "784 B", "784 B", "392 B"]  # the poles have one neighbour
     assert "columns 25 to 48" in pages[2]
