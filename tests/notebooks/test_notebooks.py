@@ -135,7 +135,7 @@ def ranks_under(pid: int) -> list[int]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60  # a loaded machine takes its time
     while any(psutil.pid_exists(p) for p in pids):
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.02)
