@@ -78,9 +78,6 @@ def _expected(
     return local_shape(shape, mesh, placements)
 
 
-global_stride = private.global_stride
-
-
 def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
     """Give this rank's piece.
 
@@ -97,7 +94,7 @@ def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shap
     shape, placements = tuple(shape), tuple(placements)
     expected = _expected(shape, coordinates(mesh), mesh, placements)
     assert tuple(piece.shape) == expected, f"piece {tuple(piece.shape)} of {shape} should be {expected}"
-    stride = global_stride(piece, shape)
+    stride = private.global_stride(piece, shape)
     if torch.compiler.is_compiling():
         return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     return private.enter(piece, private.spec_of(mesh, placements, shape, stride, piece.dtype))

@@ -85,6 +85,17 @@ def world_size() -> int:
     return 1 if launch is None else launch.world_size
 
 
+def refuse_rank_of_a_job(what: str, *, needs: str, fix: str) -> None:
+    """Refuse what only a process may do that is alone.
+
+    Raises:
+        SpecError: this process is one of several ranks.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        got = f"a process group of {dist.get_world_size()} ranks"
+        raise SpecError(explain(f"{what}: this process is a rank of a job.", got=got, needs=needs, fix=fix))
+
+
 def local_rank() -> int:
     """Give the rank among the processes of this host, 0 where nothing says otherwise."""
     launch = read_launch(os.environ)

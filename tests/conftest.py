@@ -43,7 +43,7 @@ SLOW_FILES = (
     *("test_data_modes.py", "test_precision.py", "test_units.py", "test_materialize.py", "test_recompute.py"),
     *("test_accumulation.py", "test_clip.py", "test_optimizers.py", "test_chain.py", "test_runs.py", "test_hostile.py"),
     *("test_shares.py", "test_compact.py", "test_lost.py", "test_killed_peers.py", "test_two_hosts.py"),
-    *("test_measured.py", "test_misuse.py", "test_dropout.py"),
+    *("test_measured.py", "test_misuse.py"),
     *("test_load.py", "test_load_misfits.py", "test_modelopt.py"),
     *("test_byte_runs.py", "test_export_hostile.py", "test_killed_export.py", "test_pages.py"),
     *("test_notebooks.py", "test_simulated_ranks.py"),

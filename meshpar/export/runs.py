@@ -268,16 +268,13 @@ def _raw_runs(part: Part, item_bytes: int, start: int, stop: int | None) -> Iter
     inner = math.prod(shape[dim + 1 :]) * item_bytes
     blocks = [(a * inner, (b - a) * inner) for a, b in part.rows[dim]]
     held = sizes[dim] * inner
-    if len(blocks) == 1 and len(cut) == 1:  # columns: many runs, so with little to do for each
-        (offset, size), row = blocks[0], shape[dim] * inner
-        for number in range(start // held, -(-stop // held)):
-            lo, hi = max(number * held, start), min(number * held + held, stop)
-            yield Run(number * row + offset + lo - number * held, lo, hi - lo)
-        return
+    # Dims further out than the cut ones are read as one: the many runs of columns need a product each, and no loop.
     outer = [
         range(*rows[0]) if len(rows) == 1 else [i for a, b in rows for i in range(a, b)] for rows in part.rows[:dim]
     ]
     strides = [math.prod(shape[d + 1 :]) * item_bytes for d in range(dim)]
+    if len(cut) == 1:
+        outer, strides = [range(math.prod(sizes[:dim]))], [shape[dim] * inner]
     for number in range(start // held, -(-stop // held)):
         rest, base, begin = number, 0, number * held
         for indices, stride in zip(reversed(outer), reversed(strides), strict=True):

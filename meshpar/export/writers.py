@@ -69,13 +69,6 @@ class Job:
             for at, data in stretches(piece, runs(part, placed.entry.item_bytes, start, stop)):
                 yield placed.offset + at, data
 
-    def first_run(self, placed: Placed) -> int:
-        """Count the bytes that this rank writes at once, at the begin of its share of a tensor."""
-        share = self.my_share(placed)
-        part, start, stop = share or (None, 0, 0)
-        run = next(runs(part, placed.entry.item_bytes, start, stop), None) if part else None
-        return run.size if run else 0
-
 
 def _piece(x: Tensor) -> Tensor:
     return private.piece_of(x) if isinstance(x, DTensor) else x
@@ -113,7 +106,7 @@ def _fill_one(job: Job, file: File) -> None:
         return
     handle = open_shown(job.folder / file.name)
     # Columns come last: their many small writes take the processor while the disk has the large ones to write.
-    mine.sort(key=lambda placed: is_large(job.first_run(placed)), reverse=True)
+    mine.sort(key=lambda placed: is_large(len(next(job.my_stretches(placed), (0, b""))[1])), reverse=True)
     try:
         done = 0
         for at, data in (stretch for placed in mine for stretch in job.my_stretches(placed)):

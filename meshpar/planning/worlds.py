@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from meshpar import pretend, private
 from meshpar.errors import SpecError, explain
+from meshpar.runtime import refuse_rank_of_a_job
 from meshpar.spec import MeshSpec
 
 MAX_RANKS = 4096
@@ -58,15 +59,8 @@ def being(rank: int, num_ranks: int) -> Iterator[None]:
     Raises:
         SpecError: this process is one of several ranks.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise SpecError(
-            explain(
-                "plan: this process is a rank of a job.",
-                got=f"a process group of {dist.get_world_size()} ranks",
-                needs="a process without one: the plan makes worlds of its own",
-                fix="plan in a process of its own, or call torch.distributed.destroy_process_group() first",
-            )
-        )
+    fix = "plan in a process of its own, or call torch.distributed.destroy_process_group() first"
+    refuse_rank_of_a_job("plan", needs="a process without a group: the plan makes worlds of its own", fix=fix)
     with private.world_set_aside():
         private.start_fake_group(rank, num_ranks)
         try:

@@ -345,7 +345,8 @@ def _input_gradient(
     long = out.is_contiguous() and g.is_contiguous() and x.numel() >= _LONG * x.shape[0] * x.shape[1]
     if not long or x.device.type != "cpu" or private.is_fake(x):
         return out.addcmul_(g, _shaped(direct, x))
-    # A number at a time takes vector instructions, which broadcasting does not; and no room for g * direct.
+    # `tolist` needs numbers at hand, so that is for the CPU. A number at a time takes vector instructions, which
+    # broadcasting does not; and no room for g * direct.
     lines = zip(out.flatten(0, 1), g.flatten(0, 1), direct.expand(x.shape[0], -1).flatten().tolist(), strict=True)
     for line, of_g, factor in lines:
         line.add_(of_g, alpha=factor)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshpar.errors import SpecError, explain
-from meshpar.testing.pool import dumps_by_name
+from meshpar.testing.pool import dumps_by_name, undumpable
 
 
 def has_cloudpickle() -> bool:
@@ -40,7 +40,7 @@ def packed(parts: Mapping[str, Any]) -> bytes:
     try:
         return dumps(list(parts.values()))
     except Exception as error:
-        bad = [name for name, part in parts.items() if not _can_dump(part)]
+        bad = undumpable(parts, dumps)
         if has_cloudpickle():
             needs = "models, functions and values that can be copied: no process groups, locks, open files, generators"
             fix = "make those inside of the function, on the ranks"
@@ -49,11 +49,3 @@ def packed(parts: Mapping[str, Any]) -> bytes:
             fix = 'pip install "meshpar[notebook]", or move them to a module of their own'
         got = [", ".join(bad) or "all of it together", f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"]
         raise SpecError(explain("simulate: cannot be sent to the ranks.", got=got, needs=needs, fix=fix)) from error
-
-
-def _can_dump(value: Any) -> bool:
-    try:
-        dumps(value)
-    except Exception:
-        return False
-    return True

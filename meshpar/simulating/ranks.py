@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from meshpar.errors import SpecError, explain
+from meshpar.runtime import refuse_rank_of_a_job
 from meshpar.share.segments import rooms
 from meshpar.showing import Picture, show
 from meshpar.simulating.carry import dumps, packed
@@ -144,10 +144,7 @@ def ranks_for(spec: Any, timeout_s: float) -> Ranks:
 
 def count_ranks(spec: MeshSpec) -> int:
     """Multiply the sizes of a spec."""
-    total = 1
-    for size in spec.sizes().values():
-        total *= size
-    return total
+    return math.prod(spec.sizes().values())
 
 
 def check_room(num_ranks: int, num_bytes: int) -> None:
@@ -179,15 +176,8 @@ def check_alone() -> None:
     Raises:
         SpecError: this process is one of several of a job.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise SpecError(
-            explain(
-                "simulate: this process is a rank of a job.",
-                got=f"a process group of {dist.get_world_size()} ranks",
-                needs="one process, which starts ranks of its own",
-                fix="a notebook, or python script.py without torchrun; on ranks call the function itself",
-            )
-        )
+    fix = "a notebook, or python script.py without torchrun; on ranks call the function itself"
+    refuse_rank_of_a_job("simulate", needs="one process, which starts ranks of its own", fix=fix)
 
 
 def _answer(payload: bytes, num_args: int, spec: str) -> tuple[bytes, str]:

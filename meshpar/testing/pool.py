@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
@@ -195,7 +195,7 @@ def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return dumps_by_name((fn, args, kwargs))
     except Exception as error:
         parts = {"fn": fn, **{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
-        bad = [name for name, part in parts.items() if not _can_dump(part)]
+        bad = undumpable(parts, dumps_by_name)
         msg = (
             f"run_ranks: {', '.join(bad) or 'the call'} cannot be sent to the ranks.\n"
             f"  got:    fn={getattr(fn, '__qualname__', type(fn).__qualname__)}; {error}\n"
@@ -205,12 +205,15 @@ def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise TypeError(msg) from error
 
 
-def _can_dump(value: Any) -> bool:
-    try:
-        dumps_by_name(value)
-    except Exception:
-        return False
-    return True
+def undumpable(parts: Mapping[str, Any], dumps: Callable[[Any], bytes]) -> list[str]:
+    """Name the parts of a call that cannot be pickled."""
+    bad = []
+    for name, part in parts.items():
+        try:
+            dumps(part)
+        except Exception:
+            bad.append(name)
+    return bad
 
 
 def _running_server() -> _Server:

@@ -8,6 +8,7 @@ this one; the ratios hold better, and the floor of strong scaling is the machine
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import statistics
@@ -41,7 +42,7 @@ GRID = (256, 512)
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one line of the table: what against what, the ratio, and the bound that the issue of this file sets."""
+    """Hold one line of the table: what against what, and the bound that we want the ratio under."""
 
     what: str
     ours_s: float
@@ -73,13 +74,22 @@ def slowest(ranks: list[Times]) -> dict[tuple[str, str], float]:
 
 
 def stepper(
-    net: nn.Module, x: Tensor, *, optimizer: torch.optim.Optimizer | None = None, meet: bool = False
+    net: nn.Module, x: Tensor, *, update: bool, meet: bool = False, rules: bool = False
 ) -> Callable[[], dict[str, float]]:
-    """Make a function that times forward, backward and the update of a step."""
+    """Make a function that times forward, backward and the update of a step.
+
+    Args:
+        net: the network.
+        x: its input; the loss is the mean of the squares of what it gives.
+        update: whether AdamW steps, else gradients are dropped.
+        meet: whether ranks wait for each other between forward and backward.
+        rules: whether the loss is one of activations.
+    """
+    optimizer = torch.optim.AdamW(net.parameters()) if update else None
 
     def step() -> dict[str, float]:
         begin = time.perf_counter()
-        with meshpar.spmd():
+        with meshpar.spmd() if rules else contextlib.nullcontext():
             loss = net(x).square().mean()
         forward = time.perf_counter()
         if meet:
@@ -89,9 +99,7 @@ def stepper(
         backward = time.perf_counter()
         if optimizer is not None:
             optimizer.step()
-            optimizer.zero_grad()
-        else:
-            net.zero_grad(set_to_none=True)
+        net.zero_grad(set_to_none=True)
         end = time.perf_counter()
         return {"forward": forward - begin, "backward": backward - between, "step": end - between + forward - begin}
 
@@ -126,34 +134,12 @@ def convs(num_layers: int = 6, channels: int = 32) -> nn.Module:
     return nn.Sequential(*(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(num_layers)))
 
 
-def _plain_step(net: nn.Module, x: Tensor, *, update: bool, meet: bool = False) -> Callable[[], dict[str, float]]:
-    """Time a step in plain torch; the squared mean comes without the mode."""
-    optimizer = torch.optim.AdamW(net.parameters()) if update else None
-
-    def step() -> dict[str, float]:
-        begin = time.perf_counter()
-        loss = net(x).square().mean()
-        forward = time.perf_counter()
-        if meet:
-            dist.barrier()
-        between = time.perf_counter()
-        loss.backward()
-        backward = time.perf_counter()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            net.zero_grad(set_to_none=True)
-        end = time.perf_counter()
-        return {"forward": forward - begin, "backward": backward - between, "step": end - between + forward - begin}
-
-    return step
-
-
-def _ours(net: nn.Module, x: Tensor, mesh: str, *, update: bool, meet: bool = False) -> Callable[[], dict[str, float]]:
-    model = meshpar.parallelize(net, mesh_for(mesh))
-    optimizer = torch.optim.AdamW(model.parameters()) if update else None
-    return stepper(model, meshpar.shard(x, mesh_for(mesh)), optimizer=optimizer, meet=meet)
+def ours(
+    net: nn.Module, x: Tensor, mesh: str, *, update: bool, meet: bool = False, data: str = "fsdp"
+) -> Callable[[], dict[str, float]]:
+    """Time a step of the network on a mesh."""
+    model = meshpar.parallelize(net, mesh_for(mesh), data=data)
+    return stepper(model, meshpar.shard(x, mesh_for(mesh)), update=update, meet=meet, rules=True)
 
 
 # 1. Overhead on one rank.
@@ -163,9 +149,9 @@ def measure_overhead(rounds: int) -> Times:
     """Time whole steps, plain and on a mesh of one rank, of the U-Net and of a chain of tiny ops."""
     mesh, x, tiny = "data=1,domain=1", torch.randn(1, 8, *GRID), torch.randn(1, 4, 16, 16)
     found = alternate(
-        {"plain U-Net": _plain_step(unet(), x, update=True), "U-Net": _ours(unet(), x, mesh, update=True)}, rounds
+        {"plain U-Net": stepper(unet(), x, update=True), "U-Net": ours(unet(), x, mesh, update=True)}, rounds
     )
-    ways = {"plain chain": _plain_step(Chain(), tiny, update=True), "chain": _ours(Chain(), tiny, mesh, update=True)}
+    ways = {"plain chain": stepper(Chain(), tiny, update=True), "chain": ours(Chain(), tiny, mesh, update=True)}
     return found | alternate(ways, 5 * rounds)
 
 
@@ -186,11 +172,14 @@ def measure_scaling(rounds: int) -> Times:
     found: Times = {}
     for name, net, channels in (("U-Net", unet(), 8), ("convs", convs(), 32)):
         whole, half = torch.randn(1, channels, *GRID), torch.randn(1, channels, GRID[0] // 2, GRID[1])
-        one = _plain_step(net, whole, update=False)
+        one = stepper(net, whole, update=False)
         ways: Ways = {
             f"{name} one": one if dist.get_rank() == 0 else lambda: {"forward": 0.0, "backward": 0.0, "step": 0.0},
-            f"{name} floor": _plain_step(net, half, update=False, meet=True),
-            f"{name} ours": _ours(net, whole, "data=1,domain=2", update=False, meet=True),
+            f"{name} floor": stepper(net, half, update=False, meet=True),
+            **{
+                f"{name} {data}": ours(net, whole, "data=1,domain=2", update=False, meet=True, data=data)
+                for data in ("fsdp", "ddp")
+            },
         }
         found |= alternate(ways, rounds)
     return found
@@ -202,8 +191,11 @@ def scaling(rounds: int) -> list[Row]:
     rows = []
     for name, bound in (("U-Net", 1.12), ("convs", 1.06)):
         for phase in ("forward", "backward"):
-            ours, floor = took[f"{name} ours", phase], took[f"{name} floor", phase]
-            rows.append(Row(f"2 ranks: {name} {phase} / no talk", ours, floor, bound))
+            floor = took[f"{name} floor", phase]
+            rows += [
+                Row(f"2 ranks: {name} {phase} / no talk, {data}", took[f"{name} {data}", phase], floor, bound)
+                for data in ("fsdp", "ddp")
+            ]
             rows.append(Row(f"   no talk / one process, {phase}", floor, took[f"{name} one", phase], float("nan")))
     return rows
 
@@ -328,7 +320,7 @@ def measure_depth(mesh: str, depth: int, rounds: int) -> Times:
     def net() -> nn.Module:
         return nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(depth)))
 
-    ways = {"plain": _plain_step(net(), small, update=False), "ours": _ours(net(), x, mesh, update=False)}
+    ways = {"plain": stepper(net(), small, update=False), "ours": ours(net(), x, mesh, update=False)}
     return alternate(ways, 3 * rounds)
 
 

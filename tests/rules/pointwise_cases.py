@@ -12,6 +12,7 @@ DOMAINS = {
     (0.1, 0.9): "logit",
     (1.1, 3.0): "acosh arccosh",
 }
+COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal"]
 BINARY = [
     "add",
     "sub",
@@ -34,17 +35,7 @@ BINARY = [
     "copysign",
     "logaddexp",
     "logaddexp2",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "not_equal",
-    "less",
-    "less_equal",
-    "greater",
-    "greater_equal",
+    *COMPARISONS,
     "logical_and",
     "logical_or",
     "logical_xor",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pointwise_cases import BINARY, INTEGERS, B, C, H, W
+from pointwise_cases import BINARY, COMPARISONS, INTEGERS, B, C, H, W
 from rule_cases import MESHES, TENSOR, Case, real, run, whole
 from torch import Tensor
 from torch.nn import functional as F
@@ -79,17 +79,7 @@ UNSMOOTH = [
     "arccosh",
     "arctanh",
     "floor_divide",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "not_equal",
-    "less",
-    "less_equal",
-    "greater",
-    "greater_equal",
+    *COMPARISONS,
     "nextafter",
     "heaviside",
 ]
