@@ -73,7 +73,8 @@ def is_known(world: object) -> bool:
 def roll_call(world: object, ranks: Iterable[int], *, wait_s: float = 2.0) -> dict[str, list[int]]:
     """Say which ranks of a world are "here", "gone", or "silent": their host does not answer.
 
-    Ranks whose lines are not known are left out.
+    Ranks whose lines are not known are left out, and those that this process has no sockets left to ask: the question
+    never hides the error that it is asked for.
 
     Args:
         world: what the lines were learnt for; those of another one count for nothing.
@@ -93,8 +94,9 @@ def asked(places: Mapping[int, Place], *, wait_s: float) -> dict[str, list[int]]
     ranks, end = list(places), time.monotonic() + wait_s
     for at in range(0, len(ranks), _AT_ONCE):
         few = {rank: places[rank] for rank in ranks[at : at + _AT_ONCE]}
-        for rank, answer in _answers(few, max(end, time.monotonic() + 0.1)).items():
-            found[answer].append(rank)
+        with contextlib.suppress(OSError):  # a process may open no more sockets
+            for rank, answer in _answers(few, max(end, time.monotonic() + 0.1)).items():
+                found[answer].append(rank)
     return {answer: sorted(these) for answer, these in found.items()}
 
 
@@ -123,8 +125,11 @@ def _meaning(line: socket.socket, code: int) -> str:
         return "gone"
     if code:
         return "silent"
-    # The kernel may pick the port that nobody holds any more for this end, too, and connect it with itself.
-    return "gone" if line.getsockname() == line.getpeername() else "here"
+    try:
+        # The kernel may pick the port that nobody holds any more for this end, too, and connect it with itself.
+        return "gone" if line.getsockname() == line.getpeername() else "here"
+    except OSError:  # it answered, and went before this question
+        return "gone"
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -34,6 +35,30 @@ def test_a_line_says_here_gone_or_nothing():
         several = {rank: opened.getsockname() if rank % 2 else ("127.0.0.1", closed_port()) for rank in range(300)}
         found = lifelines.asked(several, wait_s=30)
     assert found == {"here": list(range(1, 300, 2)), "gone": list(range(0, 300, 2)), "silent": []}
+
+
+def test_a_process_that_goes_right_after_it_answered_is_gone(monkeypatch):
+    opened, meaning = socket.create_server(("127.0.0.1", 0)), lifelines._meaning
+
+    def late(line, code):
+        opened.close()  # resets the connection that nobody accepted
+        return meaning(line, code)
+
+    place = opened.getsockname()
+    monkeypatch.setattr(lifelines, "_meaning", late)
+    assert lifelines.asked({7: place}, wait_s=30) == {"here": [], "gone": [7], "silent": []}
+
+
+def test_without_sockets_left_nothing_is_said():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        place = opened.getsockname()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            found = lifelines.asked({7: place}, wait_s=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == {"here": [], "gone": [], "silent": []}
 
 
 def test_a_line_lives_as_long_as_its_process_and_is_not_inherited():
