@@ -172,7 +172,7 @@ def _placed(part: Part, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     x, placements = part.x, part.placements
     if not x.requires_grad:
         rest = [Replicate() if g else p for p, g in zip(placements, part.given, strict=True)]
-        return pieces.whole(pieces.cut(x, mesh, rest), mesh, placements, shape)
+        return pieces.whole(pieces.cut_out(x, mesh, rest), mesh, placements, shape)
     start = [p if g else Replicate() for p, g in zip(placements, part.given, strict=True)]
     return pieces.whole(x, mesh, start, shape).redistribute(placements=placements)
 
@@ -269,7 +269,7 @@ def shard(x: Tensor, mesh: DeviceMesh, layout: str | None = None) -> DTensor:
             )
         )
     placements = placements_of(layout, mesh, x.dim())
-    return pieces.whole(pieces.cut(x.detach(), mesh, placements), mesh, placements, x.shape)
+    return pieces.whole(pieces.cut_out(x.detach(), mesh, placements), mesh, placements, x.shape)
 
 
 def gather(tree: Tree) -> Tree:

@@ -1,13 +1,13 @@
 """`fetch`: the one communication primitive for space, and its transpose.
 
-Invariant: every rank of the axis calls `fetch` with the same `have` and `want`. All sends are posted before all
-receives, one message a peer, in rank order; peers are ranks of the axis's own group. Both directions are custom ops,
-opaque to the compiler and differentiable any number of times, since each is the other's derivative.
+Invariant: every rank of the axis calls `fetch` with the same `have` and `want`. One message goes to each peer, in rank
+order; peers are ranks of the axis's own group (see `messages`). Both directions are custom ops, opaque to the compiler
+and differentiable any number of times, since each is the other's derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -95,6 +95,34 @@ def send_home(
         mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, for {plan.out_rows}"
         _refuse(op, mine, "a piece with the rows that its rank contributes to")
     return x if plan.identity else torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)
+
+
+def fetch_meanwhile(
+    x: Tensor,
+    dim: int,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    axis: str,
+    label: str,
+    *,
+    meanwhile: Callable[[], object],
+) -> Tensor:
+    """Fetch rows by a plan and do something while they travel; not differentiable, see `fetch` for the rest."""
+    return _forward(x, dim, plan, group, axis, label, 0.0, backward=False, also=meanwhile)
+
+
+def send_home_meanwhile(
+    g: Tensor,
+    dim: int,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    axis: str,
+    label: str,
+    *,
+    meanwhile: Callable[[], Tensor],
+) -> Tensor:
+    """Send the gradients of fetched rows home, where they are added in place to what is made while they travel."""
+    return _transpose(g, dim, plan, group, axis, label, backward=True, onto=meanwhile)
 
 
 Request = tuple[int, list[int], list[int], str, str, str]
@@ -264,6 +292,7 @@ def _forward(
     fill: float,
     *,
     backward: bool,
+    also: Callable[[], object] | None = None,
 ) -> Tensor:
     out = _empty_rows(x, dim, plan.out_rows)
     messages = [(peer, _packed(x, dim, pieces)) for peer, pieces in plan.sends]
@@ -275,6 +304,8 @@ def _forward(
                 out.narrow(dim, copy.out, copy.count).fill_(fill)
             elif copy.source == OWN:
                 out.narrow(dim, copy.out, copy.count).copy_(_read(x, dim, copy))
+        if also is not None:
+            also()
 
     rows = sum(rows for _, rows in plan.receives)
     exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=place_own, num_rows=rows)
@@ -285,7 +316,15 @@ def _forward(
 
 
 def _transpose(
-    g: Tensor, dim: int, plan: Plan, group: dist.ProcessGroup, axis: str, label: str, *, backward: bool
+    g: Tensor,
+    dim: int,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    axis: str,
+    label: str,
+    *,
+    backward: bool,
+    onto: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     messages = []
     for source, (peer, rows) in enumerate(plan.receives):
@@ -294,7 +333,10 @@ def _transpose(
     home: list[Tensor] = []
 
     def add_own() -> None:
-        home.append(_gathered(g, dim, plan.have_rows, [c for c in plan.copies if c.source == OWN], like=g))
+        own = [c for c in plan.copies if c.source == OWN]
+        home.append(_gathered(g, dim, plan.have_rows, own, like=g) if onto is None else onto())
+        if onto is not None:
+            _add(g, dim, own, home[0])
 
     rows = sum(b - a for _, pieces in plan.sends for a, b in pieces)
     exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=add_own, num_rows=rows)
@@ -311,13 +353,17 @@ def _gathered(g: Tensor, dim: int, rows: int, copies: list[Copy], like: Tensor |
     room = room_for(g, dim, rows) if like is None else _empty_rows(like, dim, rows)
     if len(copies) == 1 and copies[0].step == 1 and copies[0].count == rows:
         return room.copy_(g.narrow(dim, copies[0].out, rows))
-    room.zero_()
+    _add(g, dim, copies, room.zero_())
+    return room
+
+
+def _add(g: Tensor, dim: int, copies: Sequence[Copy], room: Tensor) -> None:
+    """Add gradients to the rows of a source that copies read."""
     for copy in copies:
         piece = g.narrow(dim, copy.out, copy.count)
         if copy.step == 0:
             piece = piece.sum(dim, keepdim=True, dtype=piece.dtype)
         _read(room, dim, copy, once=True).add_(piece.flip(dim) if copy.step < 0 else piece)
-    return room
 
 
 def _read(x: Tensor, dim: int, copy: Copy, *, once: bool = False) -> Tensor:

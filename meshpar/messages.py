@@ -1,6 +1,7 @@
 """Messages between the ranks of one axis.
 
-Invariant: all sends are posted before all receives, one message a peer; peers are ranks of the axis's own group.
+Invariant: sends and receives are never posted in turns: NCCL is given all sends before all receives in one batch, gloo
+all receives before all sends. One message a peer; peers are ranks of the axis's own group.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def exchange(
     meanwhile: Callable[[], None],
     num_rows: int = 0,
 ) -> None:
-    """Post all sends, then all receives; do `meanwhile` while they travel; wait.
+    """Post all sends and all receives; do `meanwhile` while they travel; wait.
 
     Args:
         messages: peer (rank of the group) and what to send it, contiguous; empty ones are left out.
@@ -68,10 +69,12 @@ def exchange(
     buffers = [(peer, buffer) for peer, buffer in buffers if buffer.numel()]
     num_bytes = sum(message.numel() * message.element_size() for _, message in messages)
     record.note(label, kind, axis, num_bytes, num_messages=len(messages), backward=backward, num_rows=num_rows)
-    ops = [dist.P2POp(dist.isend, as_bytes(m), group=group, group_peer=peer) for peer, m in messages]
-    ops += [dist.P2POp(dist.irecv, as_bytes(b), group=group, group_peer=peer) for peer, b in buffers]
-    peers = [peer for peer, _ in (*messages, *buffers)]
-    on_cpu = bool(ops) and ops[0].tensor.device.type == "cpu"
+    sends = [dist.P2POp(dist.isend, as_bytes(m), group=group, group_peer=peer) for peer, m in messages]
+    receives = [dist.P2POp(dist.irecv, as_bytes(b), group=group, group_peer=peer) for peer, b in buffers]
+    on_cpu = all(op.tensor.device.type == "cpu" for op in (*sends, *receives))
+    # A message of gloo that finds its room is written at once; one that does not waits for a thread on either side.
+    ops = [*receives, *sends] if on_cpu else [*sends, *receives]
+    peers = [op.group_peer for op in ops]
     batches = [[op] for op in ops] if on_cpu else [ops] if ops else []  # gloo: one by one, so that a fault has a name
     works: list[dist.Work] = []
     for batch in batches:

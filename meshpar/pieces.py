@@ -320,6 +320,12 @@ def cut(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     return w
 
 
+def cut_out(w: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Cut this rank's piece out as a tensor of its own: one memory without gaps, and the whole can be freed."""
+    piece = cut(w, mesh, placements)
+    return piece if piece.numel() == w.numel() else piece.clone()
+
+
 def part_of_gradient(g: DTensor) -> Tensor:
     """Turn the DTensor gradient of a tensor that all ranks hold whole into this rank's part of it."""
     tensor = axes_of(g.device_mesh).index("tensor")

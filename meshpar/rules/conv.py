@@ -8,17 +8,18 @@ dims it pads as on one process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshpar import pieces
+from meshpar import pieces, record
 from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.registry import rule
+from meshpar.rules import overlap as overlapping
 from meshpar.rules.channels import convolution
 from meshpar.rules.compact import halo_of, kept_once, shares_memory
 from meshpar.rules.spatial import sharded_dims
@@ -86,6 +87,13 @@ def convolve(
     kernels = tuple(weight.shape[2:])
     strides, dilations = per_dim(stride, num_dims), per_dim(dilation, num_dims)
     pads = _pads(padding, kernels, dilations)
+    if len(sharded) == 1 and first == 2 and padding_mode == "zeros" and overlapping.can_overlap(piece):
+        conv = _overlapping(x, shape, kernels, strides, pads, dilations, groups, f"F.{op}", dict(sharded))
+        if conv is not None:
+            cast = _caster(piece)
+            bias_too = None if own_bias is None else cast(own_bias)
+            result = overlapping.convolved(cast(piece), cast(own_weight), bias_too, conv)
+            return own.finished(result, shape, f"F.{op}")
     empty, kept, halos, once = [], piece, [], True
     for dim, axis in sharded.items():
         i = dim - first
@@ -111,6 +119,47 @@ def convolve(
     for dim, _ in empty:
         result = result.narrow(dim, 0, 0)
     return own.finished(result, shape, f"F.{op}")
+
+
+def _overlapping(
+    x: DTensor,
+    shape: Sequence[int],
+    kernels: tuple[int, ...],
+    strides: tuple[int, ...],
+    pads: tuple[tuple[int, int], ...],
+    dilations: tuple[int, ...],
+    groups: int,
+    op: str,
+    sharded: Mapping[int, int],
+) -> overlapping.Conv | None:
+    """Say how a convolution overlaps with its halo's way, if it can."""
+    ((dim, axis),) = sharded.items()
+    i, n, mesh = dim - 2, x.shape[dim], x.device_mesh
+    if any(lo != hi for j, (lo, hi) in enumerate(pads) if j != i):
+        return None
+    sizes = (shape[dim], kernels[i], strides[i], dilations[i])
+    how = _overlap(n, mesh.size(axis), *sizes, *pads[i], mesh.get_local_rank(axis))
+    if how is None:
+        return None
+    name, group = pieces.axes_of(mesh)[axis], mesh.get_group(axis)
+    inner = tuple(lo for lo, _ in pads)
+    return overlapping.Conv(dim, how, strides, inner, dilations, groups, group, name, op, record.here(op))
+
+
+@functools.lru_cache(maxsize=16384)
+def _overlap(
+    n: int, p: int, out: int, kernel: int, stride: int, dilation: int, lo: int, hi: int, me: int
+) -> overlapping.Overlap | None:
+    want = wanted_rows(n, p, out, kernel, stride, dilation, lo, hi, "constant")
+    return overlapping.overlap(want, n, out, kernel, stride, dilation, me)
+
+
+def _caster(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Give what autocast does to the tensors of a convolution."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return lambda one: one
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return lambda one: one if one.dtype == torch.float64 else one.to(dtype)
 
 
 def _plain(

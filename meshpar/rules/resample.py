@@ -106,6 +106,7 @@ def interpolate(
     spread = {dim: axis for dim, axis in sharded_dims(x).items() if dim >= 2}
     mesh, piece = x.device_mesh, pieces.local(x)
     steps: dict[int, tuple[Taps, Interval, Interval]] = {}
+    cuts: dict[int, tuple[int, int]] = {}
     outs = shape[2:]
     for dim in range(2, x.dim()) if _all_ours(mode, dims, antialias=antialias) else spread:
         axis = spread.get(dim)
@@ -116,8 +117,11 @@ def interpolate(
             steps[dim] = (made, (0, x.shape[dim]), (0, shape[dim]))
             continue
         piece = fetch_rows(piece, dim, x.shape[dim], want, mesh, axis, _OP)
-        mine = pieces.my_chunk(mesh, axis, shape[dim])
-        steps[dim] = (made, want[mesh.get_local_rank(axis)], mine)
+        mine, held = pieces.my_chunk(mesh, axis, shape[dim]), want[mesh.get_local_rank(axis)]
+        if factor := _shift_invariant(dims[dim - 2], mode, align_corners=bool(align_corners), antialias=antialias):
+            cuts[dim] = (mine[0] - held[0] * factor, mine[1] - mine[0])
+        else:
+            steps[dim] = (made, held, mine)
     target = pieces.local_shape(shape, mesh, x.placements)
     if 0 in target:
         # torch refuses empty images; no rows were fetched either, so that the shape alone is to be changed.
@@ -126,10 +130,12 @@ def interpolate(
         piece = piece.to(_wide(x.dtype))
     for dim, (made, held, mine) in steps.items():
         piece = select(piece, dim, made, held, mine)
-    rest = [d if i + 2 not in steps else None for i, d in enumerate(dims)]
+    rest = [None if i + 2 in steps else _local(d, piece.shape[i + 2]) for i, d in enumerate(dims)]
     if any(d is not None for d in rest):
         kept: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
         piece = F.interpolate(piece, **kept, **_rest_sizes(piece, rest, scaled=factors is not None))
+    for dim, (start, num) in cuts.items():
+        piece = piece.narrow(dim, start, num)
     return pieces.whole(piece.to(x.dtype), mesh, x.placements, shape)
 
 
@@ -142,6 +148,22 @@ def _all_ours(mode: str, dims: Sequence[_Dim], *, antialias: bool) -> bool:
     """
     kept = any(d.n == d.out and d.scale not in (None, 1.0) for d in dims)
     return mode.startswith("nearest") or antialias or (mode == "bicubic" and kept)
+
+
+def _shift_invariant(d: _Dim, mode: str, *, align_corners: bool, antialias: bool) -> int:
+    """Give the factor of a linear mode whose kernel may run on a piece as it is; 0 where it may not.
+
+    A factor that is a power of two makes coordinates that no rounding touches: counted from the first row of a piece
+    they are the same but for a shift. With other factors a piece would be off by the rounding of the whole.
+    """
+    factor = d.out // max(d.n, 1)
+    exact = factor > 1 and factor & (factor - 1) == 0 and d.out == d.n * factor and d.scale in (None, float(factor))
+    return factor if exact and mode.endswith("linear") and not align_corners and not antialias else 0
+
+
+def _local(d: _Dim, rows: int) -> _Dim:
+    """Give a dim as it is for a piece with some of its rows; all but those of `_shift_invariant` are whole."""
+    return d if rows == d.n else _Dim(rows, rows * (d.out // d.n), d.scale)
 
 
 def _rest_sizes(piece: Tensor, rest: Sequence[_Dim | None], *, scaled: bool) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """How close to the limit: ratios of times, each measured side by side: `python tests/benchmarks/speed.py`.
 
-Every part runs its ways in turn, in the same processes, and takes the median of the rounds; of several ranks the
-slowest counts in each round. One thread a rank. A time alone says nothing on another machine, or beside other work on
-this one; the ratios hold better, and the floor of strong scaling is the machine's own: processes that never talk.
+Every part runs its ways in turn, in the same processes; of several ranks the slowest counts in each round, and a ratio
+is the median of the ratios of the rounds. One thread a rank. A time alone says nothing on another machine, or beside
+other work on this one; ratios of neighbouring runs hold better. The floor of strong scaling is the machine's own:
+processes that never talk. Its limit is what the same processes take that do no more than they must: meet at every norm,
+and exchange the bare rows of every convolution.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import argparse
 import contextlib
 import functools
 import gc
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,17 +45,35 @@ GRID = (256, 512)
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one line of the table: what against what, and the bound that we want the ratio under."""
+    """Hold one line of the table: what against what, and the bound that we want the ratio under.
+
+    Args:
+        what: what is compared.
+        ours: seconds of each round.
+        other: likewise, of the rounds beside them.
+        bound: what the ratio should be at the most; NaN for a row that says how the machine is.
+        limit: likewise, of what does only what has to be done; empty where nothing stands between.
+    """
 
     what: str
-    ours_s: float
-    other_s: float
-    bound: float
+    ours: list[float]
+    other: list[float]
+    bound: float = math.nan
+    limit: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
         """Give how many times as long ours takes."""
-        return self.ours_s / self.other_s
+        return _ratio(self.ours, self.other)
+
+    def __str__(self) -> str:
+        told = f"{self.what:<46} {statistics.median(self.ours) * 1e3:>9.2f} {statistics.median(self.other) * 1e3:>9.2f}"
+        told += f" {self.ratio:>6.2f} {'' if math.isnan(self.bound) else f'{self.bound:.2f}':>6}"
+        return told + (f" {_ratio(self.limit, self.other):>6.2f}" if self.limit else "")
+
+
+def _ratio(ours: list[float], other: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, other, strict=True))
 
 
 def alternate(ways: Ways, rounds: int) -> Times:
@@ -68,9 +89,9 @@ def alternate(ways: Ways, rounds: int) -> Times:
     return found
 
 
-def slowest(ranks: list[Times]) -> dict[tuple[str, str], float]:
-    """Give the median over rounds of what the slowest rank of each round took."""
-    return {key: statistics.median(map(max, zip(*(times[key] for times in ranks), strict=True))) for key in ranks[0]}
+def slowest(ranks: list[Times]) -> Times:
+    """Give what the slowest rank of each round took."""
+    return {key: list(map(max, zip(*(times[key] for times in ranks), strict=True))) for key in ranks[0]}
 
 
 def stepper(
@@ -167,36 +188,77 @@ def overhead(rounds: int) -> list[Row]:
 # 2. Strong scaling.
 
 
-def measure_scaling(rounds: int) -> Times:
+class _Meet(torch.autograd.Function):
+    """Meet the other rank, forward and backward: what a norm over rows cannot do without."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        dist.all_reduce(torch.zeros(8))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        dist.all_reduce(torch.zeros(8))
+        return g
+
+
+class _Swap(torch.autograd.Function):
+    """Exchange one row with the other rank, forward and backward: what a convolution cannot do without."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        _swap(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        _swap(g)
+        return g
+
+
+def _swap(x: Tensor) -> None:
+    row, other = x[:, :, 0].contiguous(), 1 - dist.get_rank()
+    for work in (dist.irecv(torch.empty_like(row), other), dist.isend(row, other)):
+        work.wait()
+
+
+def least(net: nn.Module) -> nn.Module:
+    """Let a network of half the rows send what it must, and compute nothing with it."""
+    for layer in net.modules():
+        if isinstance(layer, nn.GroupNorm):
+            layer.register_forward_pre_hook(lambda _, args: (_Meet.apply(*args),))
+        elif isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1):
+            layer.register_forward_pre_hook(lambda _, args: (_Swap.apply(*args),))
+    return net
+
+
+def measure_scaling(name: str, rounds: int) -> Times:
     """Time forward and backward on 2 ranks, of half the rows in plain torch, and of all on one process."""
-    found: Times = {}
-    for name, net, channels in (("U-Net", unet(), 8), ("convs", convs(), 32)):
-        whole, half = torch.randn(1, channels, *GRID), torch.randn(1, channels, GRID[0] // 2, GRID[1])
-        one = stepper(net, whole, update=False)
-        ways: Ways = {
-            f"{name} one": one if dist.get_rank() == 0 else lambda: {"forward": 0.0, "backward": 0.0, "step": 0.0},
-            f"{name} floor": stepper(net, half, update=False, meet=True),
-            **{
-                f"{name} {data}": ours(net, whole, "data=1,domain=2", update=False, meet=True, data=data)
-                for data in ("fsdp", "ddp")
-            },
-        }
-        found |= alternate(ways, rounds)
-    return found
+    make, channels = {"U-Net": (unet, 8), "convs": (convs, 32)}[name]
+    whole, half = torch.randn(1, channels, *GRID), torch.randn(1, channels, GRID[0] // 2, GRID[1])
+    one = stepper(make(), whole, update=False)
+    ways: Ways = {
+        "one": one if dist.get_rank() == 0 else lambda: {"forward": 0.0, "backward": 0.0, "step": 0.0},
+        "floor": stepper(make(), half, update=False, meet=True),
+        "fsdp": ours(make(), whole, "data=1,domain=2", update=False, meet=True),
+        "limit": stepper(least(make()), half, update=False, meet=True),
+        "ddp": ours(make(), whole, "data=1,domain=2", update=False, meet=True, data="ddp"),
+    }
+    return alternate(ways, rounds)
 
 
 def scaling(rounds: int) -> list[Row]:
     """Compare 2 ranks with 2 processes that never talk, and those with one."""
-    took = slowest(run_ranks(measure_scaling, 2, rounds, timeout_s=900))
     rows = []
     for name, bound in (("U-Net", 1.12), ("convs", 1.06)):
+        took = slowest(run_ranks(measure_scaling, 2, name, 2 * rounds, timeout_s=900))
         for phase in ("forward", "backward"):
-            floor = took[f"{name} floor", phase]
+            floor, limit = took["floor", phase], took["limit", phase]
             rows += [
-                Row(f"2 ranks: {name} {phase} / no talk, {data}", took[f"{name} {data}", phase], floor, bound)
+                Row(f"2 ranks: {name} {phase} / no talk, {data}", took[data, phase], floor, bound, limit)
                 for data in ("fsdp", "ddp")
             ]
-            rows.append(Row(f"   no talk / one process, {phase}", floor, took[f"{name} one", phase], float("nan")))
+            rows.append(Row(f"   no talk / one process, {phase}", floor, took["one", phase]))
     return rows
 
 
@@ -309,6 +371,16 @@ def exchange_rows(rounds: int) -> list[Row]:
     return rows
 
 
+# 5. Memory.
+
+
+def memory_rows() -> None:
+    """Compare the peak of a rank with that of one process, shared out."""
+    import memory
+
+    memory.main([])
+
+
 # 6. Scaling of cost.
 
 
@@ -329,7 +401,7 @@ def depth_rows(rounds: int) -> list[tuple[str, float]]:
     found = []
     for ranks, depth in ((1, 10), (1, 50), (1, 200), (2, 50), (4, 50)):
         took = slowest(run_ranks(measure_depth, ranks, f"data=1,domain={ranks}", depth, rounds, timeout_s=900))
-        extra = (took["ours", "step"] - took["plain", "step"]) / depth
+        extra = (statistics.median(took["ours", "step"]) - statistics.median(took["plain", "step"])) / depth
         found.append((f"{ranks} rank(s), {depth} layers", extra * 1e6))
     return found
 
@@ -340,17 +412,18 @@ PARTS = {"overhead": overhead, "scaling": scaling, "norms": norm_rows, "exchange
 def main(argv: list[str] | None = None) -> list[Row]:
     """Print the table and give its rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", action="append", choices=[*PARTS, "depth"])
+    parser.add_argument("--part", action="append", choices=[*PARTS, "memory", "depth"])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
-    parts = args.part or [*PARTS, "depth"]
-    print(f"{'':<46} {'ours ms':>9} {'other ms':>9} {'ratio':>6} {'bound':>6}", flush=True)
+    parts = args.part or [*PARTS, "memory", "depth"]
+    print(f"{'':<46} {'ours ms':>9} {'other ms':>9} {'ratio':>6} {'bound':>6} {'limit':>6}", flush=True)
     rows = []
     for part in [part for part in parts if part in PARTS]:
         for row in PARTS[part](args.rounds):
             rows.append(row)
-            told = f"{row.what:<46} {row.ours_s * 1e3:>9.2f} {row.other_s * 1e3:>9.2f} {row.ratio:>6.2f}"
-            print(told + (f" {row.bound:>6.2f}" if row.bound == row.bound else ""), flush=True)
+            print(row, flush=True)
+    if "memory" in parts:
+        memory_rows()
     if "depth" in parts:
         print("a step beyond plain torch, µs a layer", flush=True)
         for what, extra in depth_rows(args.rounds):

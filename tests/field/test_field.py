@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshpar
+from meshpar.messages import exchange
 from meshpar.testing import assert_equivalent, assert_same, mesh_for, run_ranks
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -81,11 +82,24 @@ def posting_order(spec: str) -> list[str]:
     return seen
 
 
-def test_field_11_all_sends_are_posted_before_all_receives():
+def test_field_11_sends_and_receives_are_not_posted_in_turns():
     for posted in run_ranks(posting_order, 3, "data=1,domain=3"):
         rounds = [name for name, _ in itertools.groupby(posted)]
-        assert rounds == ["isend", "irecv"] * 2, "one exchange forward, one backward"
+        assert rounds == ["irecv", "isend"] * 2, "one exchange forward, one backward; gloo takes receives first"
         assert len(posted) == 8, "two neighbours"
+
+
+def batch_of_an_accelerator() -> list[list[str]]:
+    seen: list[list[str]] = []
+    pieces = [(peer, torch.empty(3, device="meta")) for peer in range(3) if peer != dist.get_rank()]
+    with mock.patch.object(dist, "batch_isend_irecv", lambda ops: seen.append([op.op.__name__ for op in ops]) or []):
+        given = {"kind": "halo", "backward": False, "meanwhile": lambda: None}
+        exchange(pieces, pieces, mesh_for("data=1,domain=3")["domain"].get_group(), "domain", "|test", **given)
+    return seen
+
+
+def test_field_11_all_sends_are_posted_before_all_receives_in_one_batch_for_nccl():
+    assert run_ranks(batch_of_an_accelerator, 3) == [[["isend", "isend", "irecv", "irecv"]]] * 3
 
 
 def check_field_29() -> None:
