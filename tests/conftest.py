@@ -78,6 +78,7 @@ SLOW_NAMES = (
     "over_the_tensor_axis",
     "values_of_one_process",
     "later_updates",
+    "gradients_of_gradients",
     "generators_go_on",
     "two_epochs_are",
     "resumes_in_the_middle",

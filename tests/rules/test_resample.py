@@ -1,6 +1,7 @@
 """`F.interpolate` on sharded rows against one process."""
 
 import functools
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from meshpar.batch import shard
+from meshpar.batch import gather, shard
 from meshpar.intervals import chunks
+from meshpar.rules import resample
 from meshpar.rules.resample import taps
 from meshpar.scope import spmd
 from meshpar.testing import RankError, run_ranks
@@ -246,3 +248,21 @@ def test_equals_one_process(case: Any) -> None:
 @given(cases())
 def test_equals_one_process_long(case: Any) -> None:
     _run(case)
+
+
+def by_its_kernel(factor: int, sizes: bool) -> tuple[bool, int]:
+    """Resample uneven rows; give whether the bits are those of one process, and how often rows were weighted."""
+    torch.manual_seed(0)
+    whole = torch.randn(2, 3, 13, 10)
+    given = {"size": (13 * factor, 10 * factor)} if sizes else {"scale_factor": factor}
+    with unittest.mock.patch.object(resample, "select", wraps=resample.select) as chosen, spmd():
+        y = F.interpolate(shard(whole, mesh_for("data=1,domain=4")), mode="bilinear", **given)
+    return torch.equal(gather(y), F.interpolate(whole, mode="bilinear", **given)), chosen.call_count
+
+
+@pytest.mark.parametrize("sizes", [True, False], ids=["size", "scale_factor"])
+def test_powers_of_two_go_to_torchs_own_kernel(sizes: bool) -> None:
+    for factor, num_chosen in ((2, 0), (4, 0), (3, 1)):
+        for same, chosen in run_ranks(by_its_kernel, 4, factor, sizes):
+            assert chosen == num_chosen
+            assert same or factor == 3
