@@ -10,7 +10,8 @@ from torch import nn
 
 from meshpar import data, exchange, initial, intervals, pieces, plans
 from meshpar.intervals import FILL
-from meshpar.rules import reduce
+from meshpar.rules import conv as rules_conv
+from meshpar.rules import overlap, reduce
 from meshpar.testing import Difference, assert_equivalent, assert_same, mesh_for, run_ranks
 
 
@@ -18,9 +19,15 @@ def conv(x, w):
     return F.conv2d(x, w, padding=1)
 
 
+def forget() -> None:
+    """Drop the plans that are kept."""
+    plans.make_plan.cache_clear()
+    rules_conv._overlap.cache_clear()
+
+
 def caught(check, *patches) -> str:
     """Run a check on this rank with the patches in force; tell the difference that it saw, or "nothing"."""
-    plans.make_plan.cache_clear()
+    forget()
     try:
         for patch in patches:
             patch.start()
@@ -30,7 +37,7 @@ def caught(check, *patches) -> str:
     finally:
         for patch in reversed(patches):
             patch.stop()
-        plans.make_plan.cache_clear()
+        forget()
     return "nothing"
 
 
@@ -38,6 +45,11 @@ def check_conv() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(2, 2, 8, 5, dtype=torch.float64), torch.randn(3, 2, 3, 3, dtype=torch.float64)
     assert_same(conv, [x], weights=[w], mesh=mesh_for("data=1,domain=4"))
+
+
+def check_pool() -> None:
+    x = torch.randn(2, 2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert_same(lambda x: F.avg_pool2d(x, 3, 1, 1), [x], mesh=mesh_for("data=1,domain=4"))
 
 
 def check_mean() -> None:
@@ -53,19 +65,37 @@ def check_model() -> None:
 
 
 def intact() -> list[str]:
-    return [caught(check) for check in (check_conv, check_mean, check_model)]
+    return [caught(check) for check in (check_conv, check_pool, check_mean, check_model)]
+
+
+def one_row_dropped(have, want, me, make=plans.make_plan):
+    """Read padding where the last rank's first row should be."""
+    first, *rest = want[-1]
+    left = [(first[0] + 1, first[1] - 1, first[2])] if first[1] > 1 else []
+    return make(have, (*want[:-1], ((FILL, 1, 0), *left, *rest)), me)
 
 
 def halo_row_dropped() -> str:
-    """Read padding where the last rank's first halo row should be."""
-    make = plans.make_plan
+    return caught(check_conv, mock.patch.object(overlap, "make_plan", one_row_dropped))
 
-    def broken(have, want, me):
-        first, *rest = want[-1]
-        want = (*want[:-1], ((FILL, 1, 0), (first[0] + 1, first[1] - 1, first[2]), *rest))
-        return make(have, want, me)
 
-    return caught(check_conv, mock.patch.object(exchange, "make_plan", broken))
+def fetched_row_dropped() -> str:
+    return caught(check_pool, mock.patch.object(exchange, "make_plan", one_row_dropped))
+
+
+def edges_left_out() -> str:
+    """Leave the outputs at the edge as they are without their halo."""
+    edges = overlap._edges
+
+    def broken(*args):
+        found = edges(*args)
+        return None if found is None else (found[0], found[1], found[2][:-1])
+
+    overlap._edges_of_all.cache_clear()
+    try:
+        return caught(check_conv, mock.patch.object(overlap, "_edges", broken))
+    finally:
+        overlap._edges_of_all.cache_clear()
 
 
 def ranks_swapped() -> str:
@@ -129,13 +159,15 @@ def parallelize_module():
 
 
 def test_the_checks_pass_when_nothing_is_broken():
-    assert run_ranks(intact, 4) == [["nothing"] * 3] * 4
+    assert run_ranks(intact, 4) == [["nothing"] * 4] * 4
 
 
 @pytest.mark.parametrize(
     "sabotage",
     [
         halo_row_dropped,
+        fetched_row_dropped,
+        edges_left_out,
         ranks_swapped,
         gradient_counted_twice,
         lied_about_replicate,
