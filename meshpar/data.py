@@ -37,6 +37,7 @@ from meshpar.parameters import (
 )
 from meshpar.peers import naming
 from meshpar.precision import Precision, cast, computes_weights, kept_whole, round_computed, unrounded
+from meshpar.spmd import rules_alone
 from meshpar.units import inner_first, units
 
 MODES = ("fsdp", "hsdp", "ddp", "none")
@@ -309,6 +310,7 @@ def _replicated(p: nn.Parameter, mesh: DeviceMesh) -> DTensor:
 class _Unit:
     """Decide for one unit, at each of its forwards, whether the hooks of `fully_shard` run.
 
+    They run outside of the mode: what they ask of parameters, in hundreds of calls, is no affair of rules.
     They stay out of graphs, which gather parameters themselves, and of a forward with other values in the place of
     parameters (`torch.func.functional_call`), which they would throw away.
 
@@ -345,7 +347,7 @@ class _Unit:
                         private.put_parameter(owner, name, summed_grad(value, self.shards.summed))
             if self.shards.away is not None:
                 return args, kwargs
-            with self.shards.in_hook():
+            with rules_alone(), self.shards.in_hook():
                 return hook(module, args, kwargs)
 
         return outside
@@ -357,7 +359,7 @@ class _Unit:
             if torch.compiler.is_compiling():  # what a hook gives back costs a graph of its own
                 return None if self.output is None else cast(output, self.output)
             if self.shards.away is None:
-                with self.shards.in_hook():
+                with rules_alone(), self.shards.in_hook():
                     output = hook(module, given, kept(output, module))
             elif self.shards.away is self.module:
                 for owner, name, value in self.shards.replaced:

@@ -100,14 +100,19 @@ class _SummedGrad(torch.autograd.Function):
 
 def kept(output: Any, unit: nn.Module) -> Any:
     """Copy what a unit returns of its parameters themselves, or views of them: their memory is freed now."""
-    freed = {_memory(p) for p in unit.parameters() if not isinstance(p, DTensor) or weights.is_split(p)} - {0}
-    return private.map_output(lambda x: x.clone() if isinstance(x, Tensor) and _memory(x) in freed else x, output)
+    with torch.no_grad():
+        freed = {_memory(p) for p in unit.parameters() if not isinstance(p, DTensor) or weights.is_split(p)} - {0}
+    return private.map_output(lambda x: x.clone() if isinstance(x, Tensor) and _is_in(x, freed) else x, output)
+
+
+@torch.no_grad()
+def _is_in(x: Tensor, memory: set[int]) -> bool:
+    return _memory(x) in memory
 
 
 def _memory(x: Tensor) -> int:
-    """Give the address of the memory that a tensor, or this rank's piece of it, is a view of."""
-    with torch.no_grad():
-        piece = x.to_local() if isinstance(x, DTensor) else x
+    """Give the address of the memory that a tensor, or this rank's piece of it, is a view of; without gradients."""
+    piece = x.to_local() if isinstance(x, DTensor) else x
     return private.memory_of(piece) if piece.layout is torch.strided and not piece.is_meta else 0
 
 

@@ -22,7 +22,7 @@ from meshpar.alltoall import all_to_all
 from meshpar.collect import collect
 from meshpar.collectives import all_gather, all_reduce
 from meshpar.intervals import Interval, chunks
-from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate, coordinates
+from meshpar.mesh import SPACE, SUMMED, axes_in, axis_size, coordinate
 
 Placements = tuple[Placement, ...]
 
@@ -70,12 +70,19 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
     return tuple(sizes)
 
 
-@functools.lru_cache(maxsize=65536)
-def _expected(
-    shape: tuple[int, ...], where: tuple[int, ...], mesh: DeviceMesh, placements: Placements
-) -> tuple[int, ...]:
-    # Meshes are equal whatever rank looks at them: `where`, its coordinates, tells them apart.
-    return local_shape(shape, mesh, placements)
+_SHAPES: dict[tuple[object, ...], tuple[tuple[int, ...], DeviceMesh]] = {}
+
+
+def _expected(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placements) -> tuple[int, ...]:
+    """Give `local_shape`, worked out once for each mesh: equal ones of other ranks have other pieces."""
+    key = (id(mesh), shape, placements)
+    found = _SHAPES.get(key)
+    if found is None:
+        found = local_shape(shape, mesh, placements), mesh  # the mesh is held, so that its id stays its own
+        if len(_SHAPES) >= 65536:
+            _SHAPES.clear()
+        _SHAPES[key] = found
+    return found[0]
 
 
 def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
@@ -92,7 +99,7 @@ def local(x: DTensor, grad: Sequence[Placement] | None = None) -> Tensor:
 def whole(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """Make a DTensor of this rank's piece; `shape` is the global shape, which is never guessed."""
     shape, placements = tuple(shape), tuple(placements)
-    expected = _expected(shape, coordinates(mesh), mesh, placements)
+    expected = _expected(shape, mesh, placements)
     assert tuple(piece.shape) == expected, f"piece {tuple(piece.shape)} of {shape} should be {expected}"
     stride = private.global_stride(piece, shape)
     if torch.compiler.is_compiling():

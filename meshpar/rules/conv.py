@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshpar import pieces, record
+from meshpar import pieces
 from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, window, window_rows
 from meshpar.registry import rule
@@ -23,7 +25,7 @@ from meshpar.rules import overlap as overlapping
 from meshpar.rules.channels import convolution
 from meshpar.rules.compact import halo_of, kept_once, shares_memory
 from meshpar.rules.spatial import sharded_dims
-from meshpar.rules.windows import checked_shape, fetch_or_cut, only_read, per_dim, spec
+from meshpar.rules.windows import checked_shape, fetch_or_cut, frozen, only_read, per_dim, spec
 from meshpar.traced import direct
 
 _CONVS: dict[str, Callable[..., Tensor]] = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
@@ -74,6 +76,13 @@ def convolve(
             why = "its weight is an activation, its input is not"
             return gather_call(_plain, (x, weight, bias, *options), {}, why=why)  # type: ignore[no-any-return]
         return _plain(x, weight, bias, *options)
+    key = _key(x, weight, bias, options)
+    ready = _READY.get(key)
+    if ready is not None and overlapping.can_overlap(piece := pieces.local(x)):
+        own_bias = None if bias is None else pieces.scale_grad(bias, ready.factor)
+        result = _overlapped(piece, pieces.scale_grad(weight, ready.factor), own_bias, ready.conv)
+        return pieces.whole(result, ready.mesh, x.placements, ready.shape)
+    given = x
     num_dims = int(op[-2])
     shape = checked_shape(_plain, x, num_dims, spec(weight), spec(bias), *options)
     first = x.dim() - num_dims
@@ -90,10 +99,11 @@ def convolve(
     if len(sharded) == 1 and first == 2 and padding_mode == "zeros" and overlapping.can_overlap(piece):
         conv = _overlapping(x, shape, kernels, strides, pads, dilations, groups, f"F.{op}", dict(sharded))
         if conv is not None:
-            cast = _caster(piece)
-            bias_too = None if own_bias is None else cast(own_bias)
-            result = overlapping.convolved(cast(piece), cast(own_weight), bias_too, conv)
-            return own.finished(result, shape, f"F.{op}")
+            if key and x is given and own.share is None:
+                if len(_READY) >= _MOST:
+                    _READY.clear()
+                _READY[key] = _Ready(mesh, shape, pieces.part_factor(mesh, x.placements), conv)
+            return own.finished(_overlapped(piece, own_weight, own_bias, conv), shape, f"F.{op}")
     empty, kept, halos, once = [], piece, [], True
     for dim, axis in sharded.items():
         i = dim - first
@@ -143,7 +153,7 @@ def _overlapping(
         return None
     name, group = pieces.axes_of(mesh)[axis], mesh.get_group(axis)
     inner = tuple(lo for lo, _ in pads)
-    return overlapping.Conv(dim, how, strides, inner, dilations, groups, group, name, op, record.here(op))
+    return overlapping.Conv(dim, how, strides, inner, dilations, groups, group, name, op)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -154,12 +164,49 @@ def _overlap(
     return overlapping.overlap(want, n, out, kernel, stride, dilation, me)
 
 
-def _caster(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Give what autocast does to the tensors of a convolution."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return lambda one: one
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return lambda one: one if one.dtype == torch.float64 else one.to(dtype)
+def _overlapped(piece: Tensor, weight: Tensor, bias: Tensor | None, conv: overlapping.Conv) -> Tensor:
+    """Convolve a rank's piece; under autocast in the dtype that it gives a convolution, and so does the halo travel."""
+    device = piece.device.type
+    if not torch.is_autocast_enabled(device):
+        return overlapping.convolved(piece, weight, bias, conv)
+    dtype = torch.get_autocast_dtype(device)
+    piece, weight, *rest = (
+        x if x.dtype == torch.float64 else x.to(dtype) for x in (piece, weight, bias) if x is not None
+    )
+    return overlapping.convolved(piece, weight, rest[0] if rest else None, conv)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Hold what follows from sizes alone of a convolution that overlaps, with weights that all ranks hold whole.
+
+    Args:
+        mesh: mesh of the activation; held, so that its id stays its own.
+        shape: global shape of the output.
+        factor: what the gradients of the weights are multiplied with (see `pieces.part_factor`).
+        conv: what to do.
+    """
+
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+    factor: float
+    conv: overlapping.Conv
+
+
+_READY: dict[tuple[object, ...], _Ready] = {}
+_MOST = 16384
+
+
+def _key(x: DTensor, weight: Tensor, bias: Tensor | None, options: tuple[object, ...]) -> tuple[object, ...]:
+    """Name all that `_Ready` follows from; nothing where it has to be worked out anew."""
+    if torch.compiler.is_compiling() or isinstance(weight, DTensor) or isinstance(bias, DTensor):
+        return ()
+    mesh = x.device_mesh
+    if mesh.size(pieces.axes_of(mesh).index("tensor")) > 1:
+        return ()  # channels may be shared out
+    own = () if bias is None else (bias.shape, bias.dtype)
+    cast = torch.is_autocast_enabled(x.device.type)
+    return (id(mesh), x.placements, x.shape, x.dtype, weight.shape, weight.dtype, own, cast, *map(frozen, options))
 
 
 def _plain(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar import private
+from meshpar import private, record
 from meshpar.exchange import fetch, fetch_meanwhile, send_home_meanwhile
 from meshpar.intervals import FILL, Interval, Rows, Run, chunks, count, size, take
 from meshpar.plans import Plan, make_plan
@@ -140,7 +140,6 @@ class Conv:
         group: process group of the axis.
         axis: name of the axis.
         op: name of the op.
-        label: what `record.here` gave.
     """
 
     dim: int
@@ -152,7 +151,6 @@ class Conv:
     group: dist.ProcessGroup
     axis: str
     op: str
-    label: str
 
     def padded_by(self, num: int) -> list[int]:
         """Give the padding with that of the sharded dim."""
@@ -203,12 +201,12 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Ten
         As `fetch` of the rows under the outputs: one message to every rank that reads rows of this one; backward, one
         to every rank whose rows this one read.
     """
-    return _Overlapped.apply(x, weight, bias, conv)  # type: ignore[no-any-return]
+    return _Overlapped.apply(x, weight, bias, conv, record.here(conv.op))  # type: ignore[no-any-return]
 
 
 class _Overlapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, conv):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, conv, label):  # type: ignore[no-untyped-def]
         made: list[Tensor] = []
         how = conv.overlap
         beside = fetch_meanwhile(
@@ -217,7 +215,7 @@ class _Overlapped(torch.autograd.Function):
             how.plan,
             conv.group,
             conv.axis,
-            conv.label,
+            label,
             meanwhile=lambda: made.append(conv.run(x, weight, bias, how.before)),
         )
         out = made[0]
@@ -225,7 +223,7 @@ class _Overlapped(torch.autograd.Function):
             strip = _strip(x, beside, edge, conv)
             a, b = edge.outputs
             out.narrow(conv.dim, a, b - a).copy_(conv.run(strip, weight, bias, 0))
-        ctx.conv = conv
+        ctx.conv, ctx.label = conv, label
         ctx.save_for_backward(x, weight, bias, beside)
         return out
 
@@ -234,7 +232,7 @@ class _Overlapped(torch.autograd.Function):
         x, weight, bias, beside = ctx.saved_tensors
         conv, needs = ctx.conv, list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():
-            return (*_differentiable(g, (x, weight, bias), needs, conv), None)
+            return (*_differentiable(g, (x, weight, bias), needs, conv), None, None)
         how, dim = conv.overlap, conv.dim
         home, of_weight = torch.zeros_like(beside), []
         for edge in how.edges:
@@ -252,13 +250,13 @@ class _Overlapped(torch.autograd.Function):
             return made[0]  # type: ignore[return-value]
 
         if needs[0]:
-            made[0] = send_home_meanwhile(home, dim, how.plan, conv.group, conv.axis, conv.label, meanwhile=own)
+            made[0] = send_home_meanwhile(home, dim, how.plan, conv.group, conv.axis, ctx.label, meanwhile=own)
         else:
             own()
         if needs[1]:
             for part in of_weight:
                 made[1] += part
-        return (*made, None)
+        return (*made, None, None)
 
 
 def _strip(x: Tensor, beside: Tensor, edge: Edge, conv: Conv) -> Tensor:

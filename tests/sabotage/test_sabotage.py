@@ -23,6 +23,7 @@ def forget() -> None:
     """Drop the plans that are kept."""
     plans.make_plan.cache_clear()
     rules_conv._overlap.cache_clear()
+    rules_conv._READY.clear()
 
 
 def caught(check, *patches) -> str:
