@@ -1,8 +1,9 @@
 """`fetch`: the one communication primitive for space, and its transpose.
 
 Invariant: every rank of the axis calls `fetch` with the same `have` and `want`. One message goes to each peer, in rank
-order; peers are ranks of the axis's own group (see `messages`). Both directions are custom ops, opaque to the compiler
-and differentiable any number of times, since each is the other's derivative.
+order; peers are ranks of the axis's own group (see `messages`). Both directions are differentiable any number of times,
+since each is the other's derivative. What a compiler follows goes through custom ops, opaque to it; eager tensors go
+around them, which saves the dispatcher a list of numbers each way.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def fetch(
     if x.shape[request[0]] != plan.have_rows:
         mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, which owns {plan.have_rows}"
         _refuse(op, mine, "a piece with the rows that its rank owns")
-    return x if plan.identity else torch.ops.meshpar.fetch.default(x, *request, fill, backward=False)
+    if plan.identity:
+        return x
+    if private.is_plain(x):
+        return _Fetched.apply(x, plan, group, request, fill, False)  # type: ignore[no-any-return]  # noqa: FBT003
+    return torch.ops.meshpar.fetch.default(x, *request, fill, backward=False)  # type: ignore[no-any-return]
 
 
 def send_home(
@@ -94,7 +99,11 @@ def send_home(
     if x.shape[request[0]] != plan.out_rows:
         mine = f"{x.shape[dim]} rows along dim {dim} on rank {group.rank()} of axis {axis}, for {plan.out_rows}"
         _refuse(op, mine, "a piece with the rows that its rank contributes to")
-    return x if plan.identity else torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)
+    if plan.identity:
+        return x
+    if private.is_plain(x):
+        return _SentHome.apply(x, plan, group, request, False)  # type: ignore[no-any-return]  # noqa: FBT003
+    return torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)  # type: ignore[no-any-return]
 
 
 def fetch_meanwhile(
@@ -123,6 +132,36 @@ def send_home_meanwhile(
 ) -> Tensor:
     """Send the gradients of fetched rows home, where they are added in place to what is made while they travel."""
     return _transpose(g, dim, plan, group, axis, label, backward=True, onto=meanwhile)
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(x, plan, group, request, fill, backward):  # type: ignore[no-untyped-def]
+        dim, _, _, _, axis, label = request
+        return _forward(x, dim, plan, group, axis, label, fill, backward=backward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.how = inputs[1:4]
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return (_SentHome.apply(g, *ctx.how, True), *[None] * 5)  # noqa: FBT003
+
+
+class _SentHome(torch.autograd.Function):
+    @staticmethod
+    def forward(g, plan, group, request, backward):  # type: ignore[no-untyped-def]
+        dim, _, _, _, axis, label = request
+        return _transpose(g, dim, plan, group, axis, label, backward=backward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.how = inputs[1:4]
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return (_Fetched.apply(g, *ctx.how, 0.0, True), *[None] * 4)  # noqa: FBT003
 
 
 Request = tuple[int, list[int], list[int], str, str, str]

@@ -1,5 +1,7 @@
 """Convolutions while their halo travels: the integers by brute force, the order of things, what is kept, gradients."""
 
+import copy
+import functools
 import unittest.mock as mock
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshpar
 from meshpar.batch import shard
@@ -198,3 +201,29 @@ def test_autocast_sends_what_it_convolves():
         assert off < 2**-7
         assert off_grad < 2**-7
         assert num_bytes == 2 * 8 * 16 * 2, "two samples, 8 channels, a row of 16, in bfloat16"
+
+
+def checkpointed(policy):
+    """Give how far gradients through a checkpointed block are from those of one process."""
+    torch.manual_seed(5)
+    whole = torch.randn(2, 3, 16, 6, dtype=torch.float64)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1)).double()
+    given = {"use_reentrant": False}
+    if policy is not None:
+        given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    plain, model = whole.clone().requires_grad_(), meshpar.rewrite(copy.deepcopy(net))
+    net(plain).square().sum().backward()
+    x = shard(whole, mesh_for("data=1,domain=2")).requires_grad_()
+    with spmd():
+        checkpoint(model, x, **given).square().sum().backward()
+    return float((meshpar.gather(x.grad) - plain.grad).abs().max())
+
+
+def keep_convolutions(ctx, op, *args, **kwargs):
+    is_one = op in (torch.ops.aten.convolution.default, torch.ops.aten.mkldnn_convolution.default)
+    return CheckpointPolicy.MUST_SAVE if is_one else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("policy", [None, keep_convolutions], ids=["all", "selective"])
+def test_what_checkpointing_keeps_is_not_written_into(policy):
+    assert max(run_ranks(checkpointed, 2, policy)) < 1e-12
