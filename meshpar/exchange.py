@@ -63,7 +63,7 @@ def fetch(
         _refuse(op, mine, "a piece with the rows that its rank owns")
     if plan.identity:
         return x
-    if private.is_plain(x):
+    if private.is_eager(x):
         return _Fetched.apply(x, plan, group, request, fill, False)  # type: ignore[no-any-return]  # noqa: FBT003
     return torch.ops.meshpar.fetch.default(x, *request, fill, backward=False)  # type: ignore[no-any-return]
 
@@ -101,7 +101,7 @@ def send_home(
         _refuse(op, mine, "a piece with the rows that its rank contributes to")
     if plan.identity:
         return x
-    if private.is_plain(x):
+    if private.is_eager(x):
         return _SentHome.apply(x, plan, group, request, False)  # type: ignore[no-any-return]  # noqa: FBT003
     return torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)  # type: ignore[no-any-return]
 

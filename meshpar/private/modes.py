@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -19,6 +19,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshpar import pretend
+
+Answer = TypeVar("Answer")
 
 pytree = _pytree
 """Trees of tensors: map, flatten, unflatten (public when `torch.utils.pytree` comes)."""
@@ -107,6 +109,21 @@ def for_real(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     with _disable_current_modes():
         return function(*args)
+
+
+def asked_once(function: Callable[..., Answer]) -> functools._lru_cache_wrapper[Answer]:
+    """Keep the answers of a function that asks torch for a shape, or for its error, with tensors that stand for others.
+
+    No mode sees the question: who counts ops, as selective checkpointing does, would meet it in the forward and miss it
+    in the recomputation, when the answer is known. Public when `torch.utils` can leave dispatch modes.
+    """
+
+    @functools.wraps(function)
+    def unseen(*args: Any) -> Answer:
+        with _disable_current_modes(), torch.no_grad():
+            return function(*args)
+
+    return functools.lru_cache(maxsize=4096)(unseen)
 
 
 def constant(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -195,6 +195,15 @@ def is_plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) or (pretend.is_on() and is_fake(x))
 
 
+def is_eager(x: torch.Tensor) -> bool:
+    """Tell whether what is done to a tensor is done at once, and nobody looks on who must see ops of ours whole.
+
+    Selective checkpointing keeps what ops give, and is told of ours by their names: it would see what they write into.
+    """
+    seen = torch._C._len_torch_dispatch_stack() > 0 and not pretend.is_on()
+    return is_plain(x) and not (x.is_meta or seen or torch.compiler.is_compiling())
+
+
 def memory_of(x: torch.Tensor) -> int:
     """Give what two tensors have in common that are views of one memory, also where it is a fake.
 

@@ -7,7 +7,6 @@ layout of the new sizes; a dim that is reduced leaves them whole along its axis,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.gathering import gather_call
 from meshpar.registry import functions, name_of, rule
 from meshpar.rules.aside import along
@@ -26,7 +25,7 @@ from meshpar.rules.view import squeeze
 from meshpar.spmd import call
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _asked(
     func: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, text: str, args: Any, kwargs: Any
 ) -> None:

@@ -9,7 +9,6 @@ that are split where queries are not are `sdpa (split keys)`: scores of a part e
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn import functional as F
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.alltoall import all_to_all
 from meshpar.intervals import Interval
 from meshpar.record import here
@@ -322,7 +321,7 @@ def _shape_of(
     return _checked(what, dropout, causal, scale, grouped)
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _checked(
     operands: tuple[Any, ...],
     dropout: float,

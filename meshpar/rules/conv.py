@@ -171,7 +171,9 @@ def _overlapped(piece: Tensor, weight: Tensor, bias: Tensor | None, conv: overla
         return overlapping.convolved(piece, weight, bias, conv)
     dtype = torch.get_autocast_dtype(device)
     piece, weight, *rest = (
-        x if x.dtype == torch.float64 else x.to(dtype) for x in (piece, weight, bias) if x is not None
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (piece, weight, bias)
+        if x is not None
     )
     return overlapping.convolved(piece, weight, rest[0] if rest else None, conv)
 

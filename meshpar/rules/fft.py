@@ -9,7 +9,6 @@ canonical layout of the new sizes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.gathering import gather_call
 from meshpar.registry import rule
 from meshpar.rules.aside import along, compute
@@ -57,7 +56,7 @@ _SEVERAL = "s dim norm".split()  # noqa: SIM905
 _SINGLE = "n dim norm".split()  # noqa: SIM905
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _shape_after(func: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype, request: Any) -> tuple[int, ...]:
     """Give the global shape of the output, or raise torch's own error."""
     return tuple(func(torch.empty(shape, dtype=dtype, device="meta"), *request).shape)

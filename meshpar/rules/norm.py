@@ -7,7 +7,6 @@ the same bits. What is refused is refused by the global sizes, on all ranks, bef
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from meshpar import pieces, record
+from meshpar import pieces, private, record
 from meshpar.gathering import gather_call
 from meshpar.registry import name_of, policy, rule
 from meshpar.rules.spatial import settle, sharded_dims
@@ -44,10 +43,10 @@ def check(func: Callable[..., Any], tensors: Sequence[Tensor | None], *args: Any
     return _judged(func, described, args)
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _judged(func: Callable[..., Any], tensors: tuple[Described, ...], args: tuple[Any, ...]) -> tuple[int, ...]:
     hollow = [None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in tensors]
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said by the rule, at the place of the call
         return tuple(func(*hollow, *args).shape)
 

@@ -184,8 +184,11 @@ class Conv:
 
 
 def can_overlap(x: Tensor) -> bool:
-    """Tell whether this way is open to a piece: what a compiler traces takes the way of ops that it knows."""
-    return private.is_plain(x) and x.numel() > 0
+    """Tell whether this way is open to a piece: what others look at takes the way of ops that they know.
+
+    torch convolves complex numbers by parts, in `F.conv2d` and its kin alone.
+    """
+    return private.is_eager(x) and x.numel() > 0 and x.is_floating_point()
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Tensor:
@@ -218,22 +221,22 @@ class _Overlapped(torch.autograd.Function):
             label,
             meanwhile=lambda: made.append(conv.run(x, weight, bias, how.before)),
         )
-        # Selective checkpointing may keep what the convolution gave, and would see it change.
-        out = made[0].clone() if private.saved_tensors_are_hooked() else made[0]
+        out = made[0]
         for edge in how.edges:
             strip = _strip(x, beside, edge, conv)
             a, b = edge.outputs
             out.narrow(conv.dim, a, b - a).copy_(conv.run(strip, weight, bias, 0))
         ctx.conv, ctx.label = conv, label
-        ctx.save_for_backward(x, weight, bias, beside)
+        ctx.save_for_backward(x, weight, beside)
         return out
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[no-untyped-def]
-        x, weight, bias, beside = ctx.saved_tensors
+        x, weight, beside = ctx.saved_tensors
         conv, needs = ctx.conv, list(ctx.needs_input_grad[:3])
         if torch.is_grad_enabled():
-            return (*_differentiable(g, (x, weight, bias), needs, conv), None, None)
+            with record.inside(ctx.label.rpartition("|")[0]):
+                return (*_differentiable(g, x, weight, needs, conv), None, None)
         how, dim = conv.overlap, conv.dim
         home, of_weight = torch.zeros_like(beside), []
         for edge in how.edges:
@@ -282,15 +285,14 @@ def _apart(beside: Tensor, edge: Edge, dim: int) -> Tensor:
     return room
 
 
-def _differentiable(
-    g: Tensor, inputs: tuple[Tensor, Tensor, Tensor | None], needs: list[bool], conv: Conv
-) -> list[Tensor | None]:
-    """Give the gradients as a graph of their own, for `create_graph=True`: of the rows fetched, then convolved."""
-    x, weight, bias = inputs
-    wanted = [one for one, need in zip(inputs, needs, strict=True) if one is not None and need]
+def _differentiable(g: Tensor, x: Tensor, weight: Tensor, needs: list[bool], conv: Conv) -> list[Tensor | None]:
+    """Give the gradients as a graph of their own, for `create_graph=True`: of rows fetched again, then convolved."""
     how = conv.overlap
     with torch.enable_grad():
-        rows = fetch(x, conv.dim, how.have, how.rows, conv.group, axis=conv.axis, op=conv.op)
-        out = conv.run(rows, weight, bias, 0)
-        found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
-    return [next(found) if one is not None and need else None for one, need in zip(inputs, needs, strict=True)]
+        inputs = [x.view_as(x), weight.view_as(weight)]  # hooks of the tensors themselves are for the outer backward
+        rows = fetch(inputs[0], conv.dim, how.have, how.rows, conv.group, axis=conv.axis, op=conv.op)
+        wanted = [one for one, need in zip(inputs, needs[:2], strict=True) if need]
+        out = conv.run(rows, inputs[1], None, 0)
+        found = iter(torch.autograd.grad(out, wanted, g, create_graph=True) if wanted else ())
+        of_bias = g.sum((0, *range(2, g.dim()))) if needs[2] else None
+    return [*(next(found) if need else None for need in needs[:2]), of_bias]

@@ -6,7 +6,6 @@ output; rows of constant padding come from nobody.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.gathering import gather_call
 from meshpar.intervals import Rows, chunks, compose, count, padded, take
 from meshpar.registry import rule
@@ -60,7 +59,7 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = 
     return pieces.whole(piece.clone() if piece is start else piece, mesh, x.placements, shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _out_shape(shape: tuple[int, ...], amounts: tuple[int, ...], mode: str, valued: bool) -> tuple[int, ...]:  # noqa: FBT001
     """Ask torch for the output shape, and for its errors, without data."""
     image = torch.empty(shape, device="meta")

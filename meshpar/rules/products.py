@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from meshpar import private
 from meshpar.gathering import gather_call
 from meshpar.registry import functions, rule
 from meshpar.rules.contract import Letters, contract
@@ -24,11 +25,10 @@ from meshpar.spmd import call
 Triple = tuple[Letters, Letters, Letters]
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _shape(func: Callable[..., Any], shapes: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[int, ...]:
     tensors = [None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in shapes]
-    with torch.no_grad():
-        return tuple(func(*tensors, *args).shape)
+    return tuple(func(*tensors, *args).shape)
 
 
 def shape_after(func: Callable[..., Any], tensors: Sequence[Tensor | None], *args: Any) -> tuple[int, ...]:

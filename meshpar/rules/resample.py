@@ -135,7 +135,7 @@ def interpolate(
         kept: dict[str, Any] = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
         piece = F.interpolate(piece, **kept, **_rest_sizes(piece, rest, scaled=factors is not None))
     for dim, (start, num) in cuts.items():
-        piece = piece.narrow(dim, start, num).contiguous()  # many kernels take long over rows with gaps between
+        piece = piece.narrow(dim, start, num).clone()  # many kernels take long over rows with gaps between
     return pieces.whole(piece.to(x.dtype), mesh, x.placements, shape)
 
 
@@ -213,7 +213,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _out_shape(
     shape: tuple[int, ...],
     size: Any,

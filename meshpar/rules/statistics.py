@@ -357,10 +357,14 @@ def _differentiable(
     g: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor | None], needs: Sequence[bool], plan: Statistics
 ) -> list[Tensor | None]:
     """Give the gradients as a graph of their own, for `create_graph=True`."""
-    wanted = [x for x, need in zip(inputs, needs, strict=False) if x is not None and need]
-    x, weight, bias = inputs
     with torch.enable_grad():
-        found = iter(torch.autograd.grad(composed(x, weight, bias, plan), wanted, g, create_graph=True))
+        x, *rest = (
+            None if x is None else x.view_as(x) for x in inputs
+        )  # hooks of the tensors are for the outer backward
+        assert x is not None
+        aliases = (x, *rest)
+        wanted = [one for one, need in zip(aliases, needs, strict=False) if one is not None and need]
+        found = iter(torch.autograd.grad(composed(x, *rest, plan), wanted, g, create_graph=True))
     return [next(found) if x is not None and need else None for x, need in zip(inputs, needs, strict=False)]
 
 

@@ -6,7 +6,6 @@ piece. Arguments that torch refuses are refused with torch's own error on all ra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from meshpar import private
 from meshpar.intervals import FILL, Interval, Rows, Run, count, merged, part_inside
 from meshpar.rules.spatial import fetch_rows
 
@@ -41,7 +41,7 @@ def frozen(value: Any) -> Any:
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def output_shape(func: Callable[..., Any], device: str, *args: Any) -> tuple[int, ...]:
     """Run a torch function on stand-ins for its tensors, and give the shape of its (first) output.
 
@@ -59,8 +59,7 @@ def output_shape(func: Callable[..., Any], device: str, *args: Any) -> tuple[int
             return value
         return torch.empty((), dtype=value.dtype, device=device).expand(value.shape)
 
-    with torch.no_grad():
-        result = func(*(stand_in(value) for value in args))
+    result = func(*(stand_in(value) for value in args))
     return tuple((result if isinstance(result, Tensor) else result[0]).shape)
 
 

@@ -3,8 +3,9 @@
 Every part runs its ways in turn, in the same processes; of several ranks the slowest counts in each round, and a ratio
 is the median of the ratios of the rounds. One thread a rank. A time alone says nothing on another machine, or beside
 other work on this one; ratios of neighbouring runs hold better. The floor of strong scaling is the machine's own:
-processes that never talk. Its limit is what the same processes take that do no more than they must: meet at every norm,
-and exchange the bare rows of every convolution.
+processes that never talk. A limit is measured beside it: what the same processes take that do no more than they must
+(meet at every norm, exchange the bare rows of every convolution), the kernels of a norm alone, or ops on pieces that
+each make a DTensor.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshpar
+from meshpar import private
 from meshpar.exchange import fetch
 from meshpar.intervals import chunks
+from meshpar.rules.statistics import Statistics, normalise
 from meshpar.testing import mesh_for, run_ranks
 from meshpar.testing.meshes import ranks_of
 
@@ -145,7 +148,18 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, 4, H, W) to the same."""
         for conv in self.convs:
-            x = (F.silu(conv(x)) * 0.5 + 0.1).tanh()
+            x = (F.silu(conv(x)) * 0.5).tanh()
+        return x
+
+
+class Wrapped(Chain):
+    """Do the same on pieces of which each op makes a DTensor, with the quickest way in and out, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, 4, H, W) to the same."""
+        for conv in self.convs:
+            for op in (conv, F.silu, lambda y: y * 0.5, torch.tanh):
+                x = private.enter(op(private.leave(x)), x._spec)
         return x
 
 
@@ -172,7 +186,11 @@ def measure_overhead(rounds: int) -> Times:
     found = alternate(
         {"plain U-Net": stepper(unet(), x, update=True), "U-Net": ours(unet(), x, mesh, update=True)}, rounds
     )
-    ways = {"plain chain": stepper(Chain(), tiny, update=True), "chain": ours(Chain(), tiny, mesh, update=True)}
+    ways = {
+        "plain chain": stepper(Chain(), tiny, update=True),
+        "chain": ours(Chain(), tiny, mesh, update=True),
+        "wrapped": stepper(Wrapped(), meshpar.shard(tiny, mesh_for(mesh)), update=True, rules=True),
+    }
     return found | alternate(ways, 5 * rounds)
 
 
@@ -181,7 +199,10 @@ def overhead(rounds: int) -> list[Row]:
     took = slowest(run_ranks(measure_overhead, 1, rounds, timeout_s=900))
     return [
         Row("one rank: U-Net step / plain torch", took["U-Net", "step"], took["plain U-Net", "step"], 1.03),
-        Row("one rank: 60 pointwise, 20 convs / plain", took["chain", "step"], took["plain chain", "step"], 2.5),
+        Row(
+            "one rank: 60 pointwise, 20 convs / plain",
+            *(took["chain", "step"], took["plain chain", "step"], 2.5, took["wrapped", "step"]),
+        ),
     ]
 
 
@@ -272,11 +293,15 @@ def measure_norms(rounds: int) -> Times:
     w, b = torch.ones(32, requires_grad=True), torch.zeros(32, requires_grad=True)
     mine = meshpar.shard(full, mesh_for("data=1,domain=2")).requires_grad_()
     half.requires_grad_()
+    mesh = mesh_for("data=1,domain=2")
     for name, norm in norms().items():
+        plan = Statistics(mesh, {}, *GROUPS[name], half[0].numel() // GROUPS[name][0], 1e-5, "|limit", half.dtype)
+        weights = (None, None) if name == "LayerNorm" else (w, b)
         local = functools.partial(norm, rows=GRID[0] // 2, w=w, b=b)
         ways = {
             f"{name} local": _norm_step(local, half, reduce=True),
             f"{name} ours": _norm_step(functools.partial(norm, rows=GRID[0], w=w, b=b), mine, reduce=False),
+            f"{name} limit": _norm_step(functools.partial(_kernels, weights, plan), half, reduce=True),
         }
         found |= alternate(ways, 3 * rounds)
     return found
@@ -289,6 +314,15 @@ def norms() -> dict[str, Callable[[Tensor, int, Tensor, Tensor], Tensor]]:
         "BatchNorm": lambda x, rows, w, b: F.batch_norm(x, None, None, w, b, training=True),
         "LayerNorm": lambda x, rows, w, b: F.layer_norm(x, (32, rows, GRID[1])),
     }
+
+
+GROUPS = {"GroupNorm": (4, False), "BatchNorm": (32, True), "LayerNorm": (1, False)}
+"""Groups of channels, and whether samples share their moments."""
+
+
+def _kernels(weights: tuple[Tensor | None, Tensor | None], plan: Statistics, x: Tensor) -> Tensor:
+    """Run what a rank computes of a norm over rows, alone."""
+    return normalise(x, *weights, plan)[0]
 
 
 def _norm_step(norm: Callable[[Tensor], Tensor], x: Tensor, *, reduce: bool) -> Callable[[], dict[str, float]]:
@@ -321,6 +355,7 @@ def norm_rows(rounds: int) -> list[Row]:
             took[f"{name} ours", phase],
             took[f"{name} local", phase],
             1.5,
+            took[f"{name} limit", phase],
         )
         for name in norms()
         for phase in ("forward", "backward")

@@ -17,8 +17,10 @@ import meshpar
 from meshpar.batch import shard
 from meshpar.intervals import FILL, chunks, expand
 from meshpar.record import record
+from meshpar.rules import conv as rules_conv
 from meshpar.rules import overlap as overlapping
 from meshpar.rules.conv import wanted_rows
+from meshpar.rules.windows import output_shape
 from meshpar.scope import spmd
 from meshpar.testing.equivalence import assert_same
 from meshpar.testing.meshes import mesh_for
@@ -206,6 +208,8 @@ def test_autocast_sends_what_it_convolves():
 def checkpointed(policy):
     """Give how far gradients through a checkpointed block are from those of one process."""
     torch.manual_seed(5)
+    output_shape.cache_clear()  # a question that is asked in the forward alone must not be counted
+    rules_conv._READY.clear()
     whole = torch.randn(2, 3, 16, 6, dtype=torch.float64)
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1)).double()
     given = {"use_reentrant": False}
@@ -224,6 +228,74 @@ def keep_convolutions(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if is_one else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("policy", [None, keep_convolutions], ids=["all", "selective"])
+def keep_all(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.PREFER_SAVE
+
+
+@pytest.mark.parametrize("policy", [None, keep_convolutions, keep_all], ids=["none", "convolutions", "all"])
 def test_what_checkpointing_keeps_is_not_written_into(policy):
     assert max(run_ranks(checkpointed, 2, policy)) < 1e-12
+
+
+def with_complex_numbers():
+    torch.manual_seed(5)
+    x, w = torch.randn(2, 3, 8, 5, dtype=torch.complex128), torch.randn(4, 3, 3, 3, dtype=torch.complex128)
+    with spmd():
+        y = F.conv2d(shard(x, mesh_for("data=1,domain=2")), w, padding=1)
+    return float((meshpar.gather(y) - F.conv2d(x, w, padding=1)).abs().max())
+
+
+def test_complex_numbers_are_convolved_by_torch():
+    assert max(run_ranks(with_complex_numbers, 2)) < 1e-12
+
+
+def hooked_once(norm):
+    """Give the gradient of a weight whose hook doubles it, of a graph of gradients, beside that without the hook."""
+    torch.manual_seed(5)
+    whole, found = torch.randn(2, 4, 8, 5, dtype=torch.float64), []
+    for hook in (False, True):
+        x = shard(whole, mesh_for("data=1,domain=2")).requires_grad_()
+        w = torch.ones(4, dtype=torch.float64) if norm else torch.ones(4, 4, 3, 3, dtype=torch.float64)
+        w.requires_grad_()
+        if hook:
+            w.register_hook(lambda g: 2 * g)
+        with spmd():
+            y = F.group_norm(x, 2, w) if norm else F.conv2d(x, w, padding=1)
+            (y * whole.shape[0]).pow(2).sum().backward(create_graph=True)
+        found.append(w.grad.detach())
+    return float((found[1] - 2 * found[0]).abs().max() / found[0].abs().max())
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "conv"])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_hooks_run_once_where_gradients_have_a_graph(norm):
+    assert max(run_ranks(hooked_once, 2, norm)) < 1e-12
+
+
+def of_shapes_alone():
+    x = shard(torch.empty(2, 3, 8, 5, device="meta"), mesh_for("data=1,domain=2"))
+    with record() as log, spmd():
+        y = F.pad(x, (0, 0, 1, 1))
+    return tuple(y.shape), y.device.type, len(log.entries)
+
+
+def test_tensors_without_data_are_not_sent():
+    assert run_ranks(of_shapes_alone, 2) == [((2, 3, 10, 5), "meta", 0)] * 2
+
+
+def bias_written():
+    """Write into the bias alone between two backwards of one graph."""
+    x = shard(torch.randn(2, 3, 8, 5), mesh_for("data=1,domain=2")).requires_grad_()
+    w, b = torch.randn(4, 3, 3, 3), torch.zeros(4, requires_grad=True)
+    with spmd():
+        loss = F.conv2d(x, w, b, padding=1).sum()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        b += 1
+    loss.backward()
+    return b.grad.tolist()
+
+
+def test_a_bias_is_not_kept():
+    found = torch.tensor(run_ranks(bias_written, 2)).sum(0)
+    assert found.tolist() == [2 * 2 * 8 * 5.0] * 4
