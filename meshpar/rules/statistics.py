@@ -358,13 +358,11 @@ def _differentiable(
 ) -> list[Tensor | None]:
     """Give the gradients as a graph of their own, for `create_graph=True`."""
     with torch.enable_grad():
-        x, *rest = (
-            None if x is None else x.view_as(x) for x in inputs
-        )  # hooks of the tensors are for the outer backward
+        # Hooks of the tensors themselves are for the outer backward.
+        x, weight, bias = (None if one is None else one.view_as(one) for one in inputs)
         assert x is not None
-        aliases = (x, *rest)
-        wanted = [one for one, need in zip(aliases, needs, strict=False) if one is not None and need]
-        found = iter(torch.autograd.grad(composed(x, *rest, plan), wanted, g, create_graph=True))
+        wanted = [one for one, need in zip((x, weight, bias), needs, strict=False) if one is not None and need]
+        found = iter(torch.autograd.grad(composed(x, weight, bias, plan), wanted, g, create_graph=True))
     return [next(found) if x is not None and need else None for x, need in zip(inputs, needs, strict=False)]
 
 
