@@ -27,7 +27,7 @@ from meshpar.exchange import fetch
 from meshpar.intervals import FILL, chunks, flipped, padded, take
 from meshpar.plans import encode
 from meshpar.record import record
-from meshpar.testing import RankError, run_ranks
+from meshpar.testing import RankError, mesh_for, run_ranks
 
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # the message names the case; shrinking would take minutes
 
@@ -279,3 +279,23 @@ def test_a_fault_of_this_rank_is_not_said_to_be_a_lost_peer():
         run_ranks(own_fault, 2)
     assert "cannot be converted" in str(caught.value.exceptions[0])
     assert "lost a peer" not in str(caught.value.exceptions[0])
+
+
+def compiled_by_its_user() -> tuple[list[float], list[float]]:
+    group = mesh_for("data=1,domain=2")["domain"].get_group()
+
+    def wider(x: torch.Tensor) -> torch.Tensor:
+        return fetch(x * 2, 0, ((0, 4), (4, 8)), ((0, 5), (3, 8)), group) + 1
+
+    x = (torch.arange(4.0) + 4 * group.rank()).requires_grad_()
+    y = torch.compile(wider, backend="aot_eager", fullgraph=True)(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return y.tolist(), x.grad.tolist()
+
+
+@pytest.mark.slow
+def test_it_is_part_of_a_graph_that_its_user_compiles() -> None:
+    first, second = run_ranks(compiled_by_its_user, 2, timeout_s=200)
+    assert first == ([1.0, 3.0, 5.0, 7.0, 9.0], [2.0, 2.0, 2.0, 4.0])
+    assert second == ([7.0, 9.0, 11.0, 13.0, 15.0], [4.0, 2.0, 2.0, 2.0])
