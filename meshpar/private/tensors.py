@@ -200,8 +200,9 @@ def is_eager(x: torch.Tensor) -> bool:
 
     Selective checkpointing keeps what ops give, and is told of ours by their names: it would see what they write into.
     """
-    seen = torch._C._len_torch_dispatch_stack() > 0 and not pretend.is_on()
-    return is_plain(x) and not (x.is_meta or seen or torch.compiler.is_compiling())
+    if torch.compiler.is_compiling() or not is_plain(x) or x.is_meta:
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 or pretend.is_on()
 
 
 def memory_of(x: torch.Tensor) -> int:
