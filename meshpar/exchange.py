@@ -106,39 +106,11 @@ def send_home(
     return torch.ops.meshpar.fetch_transpose.default(x, *request, backward=False)  # type: ignore[no-any-return]
 
 
-def fetch_meanwhile(
-    x: Tensor,
-    dim: int,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    axis: str,
-    label: str,
-    *,
-    meanwhile: Callable[[], object],
-) -> Tensor:
-    """Fetch rows by a plan and do something while they travel; not differentiable, see `fetch` for the rest."""
-    return _forward(x, dim, plan, group, axis, label, 0.0, backward=False, also=meanwhile)
-
-
-def send_home_meanwhile(
-    g: Tensor,
-    dim: int,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    axis: str,
-    label: str,
-    *,
-    meanwhile: Callable[[], Tensor],
-) -> Tensor:
-    """Send the gradients of fetched rows home, where they are added in place to what is made while they travel."""
-    return _transpose(g, dim, plan, group, axis, label, backward=True, onto=meanwhile)
-
-
 class _Fetched(torch.autograd.Function):
     @staticmethod
     def forward(x, plan, group, request, fill, backward):  # type: ignore[no-untyped-def]
         dim, _, _, _, axis, label = request
-        return _forward(x, dim, plan, group, axis, label, fill, backward=backward)
+        return fetch_by_plan(x, dim, plan, group, axis, label, fill=fill, backward=backward)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -153,7 +125,7 @@ class _SentHome(torch.autograd.Function):
     @staticmethod
     def forward(g, plan, group, request, backward):  # type: ignore[no-untyped-def]
         dim, _, _, _, axis, label = request
-        return _transpose(g, dim, plan, group, axis, label, backward=backward)
+        return send_home_by_plan(g, dim, plan, group, axis, label, backward=backward)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -230,7 +202,7 @@ def _fetch_kernel(
     backward: bool,  # noqa: FBT001
 ) -> Tensor:
     plan, group = _plan_of(have, want, group_name)
-    return _forward(x, dim, plan, group, axis, label, fill, backward=backward)
+    return fetch_by_plan(x, dim, plan, group, axis, label, fill=fill, backward=backward)
 
 
 @torch.library.impl("meshpar::fetch_transpose", "default")
@@ -245,7 +217,7 @@ def _transpose_kernel(
     backward: bool = True,  # noqa: FBT001, FBT002
 ) -> Tensor:
     plan, group = _plan_of(have, want, group_name)
-    return _transpose(g, dim, plan, group, axis, label, backward=backward)
+    return send_home_by_plan(g, dim, plan, group, axis, label, backward=backward)
 
 
 def _fetch_fake(
@@ -321,18 +293,19 @@ def _lies_in(x: Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-def _forward(
+def fetch_by_plan(
     x: Tensor,
     dim: int,
     plan: Plan,
     group: dist.ProcessGroup,
     axis: str,
     label: str,
-    fill: float,
     *,
-    backward: bool,
-    also: Callable[[], object] | None = None,
+    fill: float = 0.0,
+    backward: bool = False,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
+    """Fetch rows as `fetch` does, by a plan; not differentiable. `meanwhile` is done while they travel."""
     out = _empty_rows(x, dim, plan.out_rows)
     messages = [(peer, _packed(x, dim, pieces)) for peer, pieces in plan.sends]
     buffers = [(peer, room_for(x, dim, rows)) for peer, rows in plan.receives]
@@ -343,8 +316,8 @@ def _forward(
                 out.narrow(dim, copy.out, copy.count).fill_(fill)
             elif copy.source == OWN:
                 out.narrow(dim, copy.out, copy.count).copy_(_read(x, dim, copy))
-        if also is not None:
-            also()
+        if meanwhile is not None:
+            meanwhile()
 
     rows = sum(rows for _, rows in plan.receives)
     exchange(messages, buffers, group, axis, label, kind="halo", backward=backward, meanwhile=place_own, num_rows=rows)
@@ -354,7 +327,7 @@ def _forward(
     return out
 
 
-def _transpose(
+def send_home_by_plan(
     g: Tensor,
     dim: int,
     plan: Plan,
@@ -362,9 +335,13 @@ def _transpose(
     axis: str,
     label: str,
     *,
-    backward: bool,
+    backward: bool = True,
     onto: Callable[[], Tensor] | None = None,
 ) -> Tensor:
+    """Send rows home as `send_home` does, by a plan; not differentiable.
+
+    What `onto` makes while they travel takes them in place, with this rank's own; else they come into a new tensor.
+    """
     messages = []
     for source, (peer, rows) in enumerate(plan.receives):
         messages.append((peer, _gathered(g, dim, rows, [c for c in plan.copies if c.source == source])))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar import private, record
-from meshpar.exchange import fetch, fetch_meanwhile, send_home_meanwhile
+from meshpar.exchange import fetch, fetch_by_plan, send_home_by_plan
 from meshpar.intervals import FILL, Interval, Rows, Run, chunks, count, size, take
 from meshpar.plans import Plan, make_plan
 from meshpar.rules.compact import own_part
@@ -157,30 +157,19 @@ class Conv:
         at = self.dim - 2
         return [*self.padding[:at], num, *self.padding[at + 1 :]]
 
+    def _told(self, num: int) -> tuple[Any, ...]:
+        """Give what torch is told of a convolution: num zeros on both sides of the sharded dim."""
+        none = [0] * len(self.stride)
+        return list(self.stride), self.padded_by(num), list(self.dilation), False, none, self.groups
+
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, num: int) -> Tensor:
         """Convolve a local piece, with zeros around its rows."""
-        given = (
-            list(self.stride),
-            self.padded_by(num),
-            list(self.dilation),
-            False,
-            [0] * len(self.stride),
-            self.groups,
-        )
-        return torch.convolution(x, weight, bias, *given)
+        return torch.convolution(x, weight, bias, *self._told(num))
 
     def transposed(self, g: Tensor, x: Tensor, weight: Tensor, num: int, needs: list[bool]) -> tuple[Any, Any, Any]:
         """Give the gradients of `run`: of x, weight and bias, as far as they are needed."""
-        given = (
-            list(self.stride),
-            self.padded_by(num),
-            list(self.dilation),
-            False,
-            [0] * len(self.stride),
-            self.groups,
-        )
-        bias = [weight.shape[0]] if needs[2] else None
-        return torch.ops.aten.convolution_backward(g, x, weight, bias, *given, needs)  # type: ignore[no-any-return]
+        bias, told = [weight.shape[0]] if needs[2] else None, self._told(num)
+        return torch.ops.aten.convolution_backward(g, x, weight, bias, *told, needs)  # type: ignore[no-any-return]
 
 
 def can_overlap(x: Tensor) -> bool:
@@ -202,7 +191,7 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Ten
 
     Communication:
         As `fetch` of the rows under the outputs: one message to every rank that reads rows of this one; backward, one
-        to every rank whose rows this one read.
+        to every rank whose rows this one read. With `create_graph=True` the backward fetches the rows again.
     """
     return _Overlapped.apply(x, weight, bias, conv, record.here(conv.op))  # type: ignore[no-any-return]
 
@@ -212,7 +201,7 @@ class _Overlapped(torch.autograd.Function):
     def forward(ctx, x, weight, bias, conv, label):  # type: ignore[no-untyped-def]
         made: list[Tensor] = []
         how = conv.overlap
-        beside = fetch_meanwhile(
+        beside = fetch_by_plan(
             x,
             conv.dim,
             how.plan,
@@ -254,7 +243,7 @@ class _Overlapped(torch.autograd.Function):
             return made[0]  # type: ignore[return-value]
 
         if needs[0]:
-            made[0] = send_home_meanwhile(home, dim, how.plan, conv.group, conv.axis, ctx.label, meanwhile=own)
+            made[0] = send_home_by_plan(home, dim, how.plan, conv.group, conv.axis, ctx.label, onto=own)
         else:
             own()
         if needs[1]:
