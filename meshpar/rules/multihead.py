@@ -6,7 +6,6 @@ between the projections. Masks are added on the local pieces alone.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,14 +73,13 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return map_pieces(hidden, (mask,), {}) if isinstance(mask, DTensor) else hidden(mask)
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """Raise torch's own errors: it runs the function on tensors without data."""
     args = dict(others)
     for name, shape, dtype in tensors:
         args[name] = torch.empty(shape, dtype=dtype, device="meta")
-    with torch.no_grad():
-        F.multi_head_attention_forward(**args)
+    F.multi_head_attention_forward(**args)
 
 
 def _is_usual(given: Mapping[str, Any]) -> bool:

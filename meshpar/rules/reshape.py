@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshpar import pieces
+from meshpar import pieces, private
 from meshpar.blocks import block_intervals, numbered, scaled_down
 from meshpar.exchange import fetch
 from meshpar.intervals import Interval, Rows, chunks
@@ -41,7 +41,7 @@ def numbers(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(int(v) if isinstance(v, Tensor) else v for v in items)
 
 
-@functools.lru_cache(maxsize=4096)
+@private.asked_once
 def _shape_after(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Resolve -1, with torch's errors."""
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
